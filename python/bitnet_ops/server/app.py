@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.server.catalog import Catalog
-from bitnet_ops.server.dialects import openai, own, responses
+from bitnet_ops.server.dialects import anthropic, ollama, openai, own, responses
 from bitnet_ops.server.exchange import AskError
 from bitnet_ops.server.http import error_response
 from bitnet_ops.server.metrics import INTERVAL_S
@@ -66,7 +66,7 @@ def make_app(
 
     app = FastAPI(title="bitnet-ops", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
-    for dialect in (openai, responses, own):
+    for dialect in (openai, responses, anthropic, ollama, own):
         app.include_router(dialect.router)
     _add_page(app)
     app.add_exception_handler(AskError, _say_error)

@@ -1,0 +1,439 @@
+"""Anthropic: /v1/messages and /v1/messages/count_tokens.
+
+Source of the forms: Anthropic's API reference. What is said about Claude Code was seen in its
+requests: the headers and features that it asks for are accepted, those that are not known ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+
+from bitnet_ops.server.catalog import Served
+from bitnet_ops.server.dialects.fields import (
+    MOST_MESSAGES,
+    MOST_TOOLS,
+    Body,
+    Count,
+    Sampling,
+    Stop,
+    check_schema,
+    parsed_arguments,
+    stop_texts,
+    tool_choice_of,
+    tools_of,
+)
+from bitnet_ops.server.dialects.openai import is_background
+from bitnet_ops.server.exchange import (
+    Ask,
+    AskError,
+    CallArguments,
+    CallBegin,
+    Delta,
+    End,
+    Format,
+    Reasoning,
+    Text,
+    Tool,
+)
+from bitnet_ops.server.http import (
+    EventStream,
+    client_of,
+    error_body,
+    service_of,
+    sse,
+    unless_gone,
+)
+from bitnet_ops.server.prompt import template_options
+from bitnet_ops.server.service import Answer
+from bitnet_ops.server.shape import AnswerShape
+
+router = APIRouter()
+_PATH = "/v1/messages"
+# A line of Claude Code's that differs from request to request: no prefix would ever be found again.
+_BILLING = "x-anthropic-billing-header:"
+# What stands in Claude Code's requests for titles and topics, which have no tools.
+_ASIDES = (
+    "Analyze if this message indicates a new conversation topic",
+    "Summarize this coding conversation",
+    "word title for the following conversation",
+    "sentence-case title",
+)
+_KINDS: dict[type, str] = {Text: "text", Reasoning: "thinking"}
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+# What is asked -----------------------------------------------------------------------------------
+
+_Content = str | list[dict[str, Any]]
+
+
+class TurnParam(Body):
+    role: Literal["user", "assistant", "system"]
+    content: _Content
+
+
+class Thinking(Body):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Count | None = None
+
+
+class ToolChoiceParam(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class OutputConfig(Body):
+    effort: Annotated[str, Field(max_length=64)] | None = None
+    format: dict[str, Any] | None = None
+
+
+class CountRequest(Sampling):
+    model: str | None = None
+    messages: Annotated[list[TurnParam], Field(min_length=1, max_length=MOST_MESSAGES)]
+    system: _Content | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: ToolChoiceParam | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None  # as beta versions had it
+
+    def ask(self) -> Ask:
+        tools, choice, thinking = _tools(self.tools), self.tool_choice, self.thinking
+        output = self.output_config or OutputConfig()
+        return Ask(
+            model=self.model or "",
+            messages=_messages(self.system, self.messages),
+            tools=tools,
+            tool_choice=tool_choice_of(choice and choice.model_dump(), tools),
+            parallel_tools=not (choice and choice.disable_parallel_tool_use),
+            format=_format(output.format or self.output_format),
+            sampling=self.sampling(),
+            # "adaptive": as the model does
+            thinking={"enabled": True, "disabled": False}.get(thinking.type) if thinking else None,
+            thinking_budget=thinking.budget_tokens if thinking else None,
+            effort=output.effort,
+        )
+
+
+class MessagesRequest(CountRequest):
+    max_tokens: Count
+    stream: bool | None = None
+    stop_sequences: Stop = None
+
+    def ask(self) -> Ask:
+        ask = super().ask()
+        assert ask.messages is not None
+        if ask.messages[-1]["role"] == "assistant":
+            raise AskError(
+                "server: expected messages that end with the user's, got the assistant's; an "
+                "answer cannot be begun for the model (prefill)",
+                field="messages",
+            )
+        return Ask(
+            **{
+                **vars(ask),
+                "max_tokens": self.max_tokens,
+                "stop": stop_texts(self.stop_sequences),
+                "background": self._is_background(ask.messages),
+            }
+        )
+
+    def _is_background(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether a program asks, of which its user sees nothing come: for a title, or whether it
+        may ask at all."""
+        said = str(messages[-1]["content"])
+        if (self.max_tokens == 1 and said == "quota") or is_background(messages):
+            return True
+        first = str(messages[0]["content"])
+        return not self.tools and any(words in text for text in (first, said) for words in _ASIDES)
+
+
+def _tools(entries: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
+    """Those that the client runs; kinds that run at Anthropic (web_search_...) are left out."""
+    return tools_of(
+        {
+            "name": entry.get("name"),
+            "description": entry.get("description"),
+            "parameters": entry.get("input_schema"),
+        }
+        for entry in entries or ()
+        if entry.get("type") in (None, "custom")
+    )
+
+
+def _format(value: Mapping[str, Any] | None) -> Format:
+    if value is None:
+        return Format()
+    schema = value.get("schema")
+    if value.get("type") != "json_schema" or not isinstance(schema, Mapping):
+        raise AskError(
+            "server: expected output_config.format of type json_schema, with a schema, got "
+            f"{str(value)[:80]}",
+            field="output_config",
+        )
+    check_schema(schema, "output_config")
+    return Format("schema", schema)
+
+
+def _messages(system: _Content | None, turns: Sequence[TurnParam]) -> list[dict[str, Any]]:
+    """As templates read them; turns of one side that follow each other are one, as Anthropic has
+    it."""
+    found: list[dict[str, Any]] = []
+    first, *rest = [_text(block) for block in _blocks(system or "")] or [""]
+    if first.startswith(_BILLING):
+        first = first.partition("\n")[2]
+    if texts := [text for text in (first, *rest) if text]:
+        found.append({"role": "system", "content": "\n".join(texts)})
+    for turn in turns:
+        for message in _turn(turn):
+            plain = {"role", "content"} == message.keys() == (found[-1].keys() if found else ())
+            if plain and message["role"] == found[-1]["role"]:
+                found[-1]["content"] += "\n" + message["content"]
+            else:
+                found.append(message)
+    return found
+
+
+def _turn(turn: TurnParam) -> Iterator[dict[str, Any]]:
+    """One turn, whose results of tools are messages of their own."""
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    results = 0
+    for block in _blocks(turn.content):
+        kind = block.get("type")
+        if kind == "tool_result" and turn.role == "user":
+            if texts:
+                yield {"role": "user", "content": "\n".join(texts)}
+            yield _result(block)
+            texts, results = [], results + 1
+        elif kind == "tool_use" and turn.role == "assistant":
+            calls.append(_call(block))
+        elif kind == "thinking" and turn.role == "assistant":
+            thoughts.append(_string(block, "thinking"))
+        elif kind != "redacted_thinking" or turn.role != "assistant":
+            texts.append(_text(block))
+    text = "\n".join(texts)
+    if turn.role != "assistant":
+        if texts or not results:
+            yield {"role": turn.role, "content": text}
+        return
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if thought := "\n".join(filter(None, thoughts)):
+        message["reasoning_content"] = thought
+    if calls:
+        message |= {"content": text or None, "tool_calls": calls}
+    yield message
+
+
+def _blocks(content: _Content) -> Sequence[Mapping[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _text(block: Any) -> str:
+    kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
+    if kind != "text":
+        raise AskError(
+            "server: expected blocks of type text, tool_use, tool_result or thinking, each in a "
+            f"turn that may have it, got {str(kind)[:80]!r}; models here read texts alone",
+            field="messages",
+        )
+    return _string(block, "text")
+
+
+def _string(block: Mapping[str, Any], name: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise AskError(
+            f"server: expected a block of type {block.get('type')} with a text {name}, got "
+            f"{str(value)[:80]!r}",
+            field="messages",
+        )
+    return value
+
+
+def _call(block: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = block.get("input") or {}
+    if not isinstance(arguments, Mapping):
+        raise AskError(
+            f"server: expected input of tool_use as an object, got {str(arguments)[:80]!r}",
+            field="messages",
+        )
+    function = {"name": _string(block, "name"), "arguments": arguments}
+    return {"id": _string(block, "id"), "type": "function", "function": function}
+
+
+def _result(block: Mapping[str, Any]) -> dict[str, Any]:
+    content = block.get("content") or ""
+    parts = _blocks(content if isinstance(content, str | list) else [content])
+    text = "\n".join(_text(part) for part in parts)
+    if block.get("is_error"):  # templates have no other place for it
+        text = f"Error: {text}"
+    return {"role": "tool", "tool_call_id": _string(block, "tool_use_id"), "content": text}
+
+
+# What is told ------------------------------------------------------------------------------------
+
+
+@router.post(_PATH)
+async def messages(body: MessagesRequest, request: Request) -> Any:
+    message = _Message(await service_of(request).answer(body.ask(), client_of(request)))
+    if body.stream:
+        return EventStream(_stream(message))
+    return await unless_gone(request, _whole(message))
+
+
+@router.post(f"{_PATH}/count_tokens")
+async def count_tokens(body: CountRequest, request: Request) -> Any:
+    """Of a prompt that may be longer than the context: clients ask in order to know that."""
+    ask = body.ask()
+    served = service_of(request).catalog.find(ask.model)
+    return {"input_tokens": await asyncio.to_thread(_count, served, ask)}
+
+
+def _count(served: Served, ask: Ask) -> int:
+    tokenizer = served.lm.tokenizer
+    shape = AnswerShape(ask, tokenizer, served.grammars)
+    options = template_options(served, ask)
+    chat = tokenizer.read_chat(shape.messages, tools=shape.tools, chat_template_kwargs=options)
+    return len(chat.ids())
+
+
+class _Message:
+    """What is told of one answer."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer, self._id = answer, f"msg_{secrets.token_hex(12)}"
+
+    def head(self, end: End | None = None) -> dict[str, Any]:
+        """All but the content; `end`: None before there is one."""
+        reason = None
+        if end is not None:
+            reason = _REASONS[end.reason] if end.stop is None else "stop_sequence"
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.answer.served.name,
+            "content": [],
+            "stop_reason": reason,
+            "stop_sequence": end.stop if end else None,
+            "usage": self._usage(end),
+        }
+
+    def _usage(self, end: End | None) -> dict[str, Any]:
+        cached = self.answer.cached_tokens
+        usage: dict[str, Any] = {
+            "input_tokens": len(self.answer.ids) - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": end.tokens if end else 0,
+        }
+        if end and end.reasoning_tokens:
+            usage["output_tokens_details"] = {"thinking_tokens": end.reasoning_tokens}
+        return usage
+
+
+async def _whole(message: _Message) -> dict[str, Any]:
+    (deltas,) = await message.answer.whole()
+    end = deltas[-1]
+    assert isinstance(end, End)
+    return {**message.head(end), "content": _content(deltas)}
+
+
+def _content(deltas: Sequence[Delta]) -> list[dict[str, Any]]:
+    """The blocks of a whole answer."""
+    blocks: list[dict[str, Any]] = []
+    for delta in deltas:
+        if isinstance(delta, CallArguments):
+            blocks[-1]["input"] += delta.text
+        elif isinstance(delta, CallBegin):
+            blocks.append({**_begun(delta), "input": ""})
+        elif isinstance(delta, Text | Reasoning) and delta.text:
+            if not blocks or blocks[-1]["type"] != _KINDS[type(delta)]:
+                blocks.append(_begun(delta))
+            blocks[-1][_KINDS[type(delta)]] += delta.text
+    for block in blocks:
+        if block["type"] == "tool_use":  # what the end of the answer has cut off is no object
+            found = parsed_arguments(block["input"])
+            block["input"] = found if isinstance(found, dict) else {}
+    return blocks
+
+
+def _begun(delta: Text | Reasoning | CallBegin) -> dict[str, Any]:
+    """The block that a delta begins, still empty."""
+    if isinstance(delta, Text):
+        return {"type": "text", "text": ""}
+    if isinstance(delta, Reasoning):  # there is nothing that a signature would have to prove
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    id = f"toolu_{delta.id.removeprefix('call_')}"
+    return {"type": "tool_use", "id": id, "name": delta.name, "input": {}}
+
+
+async def _stream(message: _Message) -> AsyncIterator[bytes]:
+    answer, begun, blocks = message.answer, False, _Blocks()
+    try:
+        async for deltas in answer.batches():
+            if not begun:  # not earlier: by now it is known how much of the prompt was cached
+                begun = True
+                yield _event("message_start", message=message.head())
+            if not deltas:
+                yield _event("ping")
+            for delta in deltas:
+                for event in blocks.events(delta):
+                    yield event
+                if isinstance(delta, End):
+                    head = message.head(delta)
+                    change = {name: head[name] for name in ("stop_reason", "stop_sequence")}
+                    yield _event("message_delta", delta=change, usage=head["usage"])
+        yield _event("message_stop")
+    except AskError as error:
+        yield sse(error_body(_PATH, error), "error")
+    finally:
+        answer.close()
+
+
+def _event(name: str, **fields: Any) -> bytes:
+    return sse({"type": name, **fields}, name)
+
+
+class _Blocks:
+    """The blocks of an answer as events: each begins, goes on and ends before the next one."""
+
+    def __init__(self) -> None:
+        self._index, self._open = -1, ""  # the type of the block that has not ended
+
+    def events(self, delta: Delta) -> Iterator[bytes]:
+        if isinstance(delta, End):
+            yield from self._end()
+        elif isinstance(delta, CallBegin):
+            yield from self._begin(delta)
+        elif isinstance(delta, CallArguments):
+            yield self._more("input_json_delta", partial_json=delta.text)
+        elif delta.text:
+            kind = _KINDS[type(delta)]
+            if self._open != kind:
+                yield from self._begin(delta)
+            yield self._more(f"{kind}_delta", **{kind: delta.text})
+
+    def _begin(self, delta: Text | Reasoning | CallBegin) -> Iterator[bytes]:
+        yield from self._end()
+        block = _begun(delta)
+        self._index, self._open = self._index + 1, block["type"]
+        yield _event("content_block_start", index=self._index, content_block=block)
+
+    def _more(self, kind: str, **fields: str) -> bytes:
+        return _event("content_block_delta", index=self._index, delta={"type": kind, **fields})
+
+    def _end(self) -> Iterator[bytes]:
+        if self._open == "thinking":
+            yield self._more("signature_delta", signature="")
+        if self._open:
+            self._open = ""
+            yield _event("content_block_stop", index=self._index)

@@ -1,0 +1,492 @@
+"""Ollama: /api/chat, /api/generate, /api/embed, /api/tags, /api/show and what else clients look at.
+
+Source of the forms: Ollama's API reference and its Python client. Streams are lines of JSON, and
+come unless `stream` is false. A model stays in memory: keep_alive is ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from datetime import datetime, timezone
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from fastapi.routing import APIRoute
+from pydantic import Field
+
+from bitnet_ops.generate.run import TokenLogprobs
+from bitnet_ops.server.catalog import Served
+from bitnet_ops.server.dialects.fields import (
+    MOST_MESSAGES,
+    MOST_TOOLS,
+    Body,
+    Positive,
+    Repetition,
+    Sampling,
+    Stop,
+    check_schema,
+    parsed_arguments,
+    stop_texts,
+    tools_of,
+)
+from bitnet_ops.server.dialects.openai import (
+    chat_logprobs,
+    is_background,
+    joined,
+    openai_message,
+)
+from bitnet_ops.server.exchange import (
+    Ask,
+    AskError,
+    CallArguments,
+    CallBegin,
+    Delta,
+    End,
+    Format,
+    Reasoning,
+    Text,
+)
+from bitnet_ops.server.http import EventStream, client_of, error_body, service_of, unless_gone
+from bitnet_ops.server.service import Answer
+
+# Clients compare it with versions of Ollama; what is asked for here came with that one.
+_VERSION = "0.14.2"
+_NEVER = "2100-01-01T00:00:00Z"  # when a model is unloaded
+_NDJSON = "application/x-ndjson"
+
+
+class _AnyType(APIRoute):
+    """Reads a body as JSON whatever Content-Type says: Ollama's guides ask by `curl -d`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def read(request: Request) -> Response:
+            headers = [pair for pair in request.scope["headers"] if pair[0] != b"content-type"]
+            headers.append((b"content-type", b"application/json"))
+            return await handle(Request({**request.scope, "headers": headers}, request.receive))
+
+        return read
+
+
+router = APIRouter(route_class=_AnyType)
+
+# What is asked -----------------------------------------------------------------------------------
+
+
+class Options(Sampling):
+    num_predict: Annotated[int, Field(ge=-2, le=2**31 - 1)] | None = None
+    repeat_penalty: Repetition | None = None
+    stop: Stop = None
+
+    def sampling(self) -> dict[str, Any]:
+        found = super().sampling()
+        if self.repeat_penalty is not None:
+            found["repetition_penalty"] = self.repeat_penalty
+        return found
+
+
+class NamedBody(Body):
+    model: str | None = None
+    name: str | None = None  # as older clients have it
+
+    @property
+    def wanted(self) -> str:
+        return self.model or self.name or ""
+
+
+class AnswerBody(NamedBody):
+    stream: bool | None = None
+    options: Options | None = None
+    format: str | dict[str, Any] | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    def stated(self) -> dict[str, Any]:
+        """What chats and texts have in common, by the names of Ask."""
+        options = self.options or Options()
+        sampling = options.sampling()
+        if self.logprobs:
+            sampling["logprobs"] = self.top_logprobs or 0
+        limit = options.num_predict
+        return {
+            "model": self.wanted,
+            "format": _format(self.format),
+            "sampling": sampling,
+            # 0 and the negative ones: as many as there can be
+            "max_tokens": limit if limit is not None and limit > 0 else None,
+            "stop": stop_texts(options.stop),
+            "thinking": None if self.think is None else bool(self.think),
+            "effort": self.think if isinstance(self.think, str) else None,
+        }
+
+
+class ChatTurn(Body):
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str | None = None
+    thinking: str | None = None
+    images: list[Any] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+    def message(self) -> dict[str, Any]:
+        _no_images(self.images)
+        calls = [{"type": "function", **call} for call in self.tool_calls or ()]
+        message = {
+            "role": self.role,
+            "content": self.content,
+            "reasoning_content": self.thinking,
+            "tool_calls": calls or None,
+            "name": self.tool_name,
+            "tool_call_id": self.tool_call_id,
+        }
+        return openai_message({k: v for k, v in message.items() if v is not None})
+
+
+class ChatBody(AnswerBody):
+    messages: Annotated[list[ChatTurn], Field(max_length=MOST_MESSAGES)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS)] | None = None
+
+    def ask(self) -> Ask:
+        messages = [turn.message() for turn in self.messages or ()]
+        return Ask(
+            **self.stated(),
+            messages=messages,
+            tools=tools_of(self.tools),
+            background=is_background(messages),
+        )
+
+
+class GenerateBody(AnswerBody):
+    prompt: str | None = None
+    suffix: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    images: list[Any] | None = None
+
+    def ask(self, served: Served) -> Ask:
+        _no_images(self.images)
+        prompt = self.prompt or ""
+        if self.raw or self.suffix or served.chat_template is None:
+            return Ask(**self.stated(), prompt=prompt, suffix=self.suffix)
+        messages = [{"role": "user", "content": prompt}]
+        if self.system:
+            messages.insert(0, {"role": "system", "content": self.system})
+        return Ask(**self.stated(), messages=messages, background=is_background(messages))
+
+
+def _format(value: Any) -> Format:
+    if value in (None, ""):
+        return Format()
+    if value == "json":
+        return Format("json")
+    if isinstance(value, dict):
+        check_schema(value, "format")
+        return Format("schema", value)
+    raise AskError(
+        f'server: expected format "json" or a JSON schema, got {value[:80]!r}', field="format"
+    )
+
+
+def _no_images(images: Sequence[Any] | None) -> None:
+    if images:
+        raise AskError(
+            f"server: expected no images, got {len(images)}; models here read texts alone",
+            field="images",
+        )
+
+
+# What is told ------------------------------------------------------------------------------------
+
+
+@router.post("/api/chat")
+async def chat(body: ChatBody, request: Request) -> Any:
+    if not body.messages:
+        return _loaded(request, body, message={"role": "assistant", "content": ""})
+    answer = await service_of(request).answer(body.ask(), client_of(request))
+    return await _told(request, body, _Form(answer, body, "message"))
+
+
+@router.post("/api/generate")
+async def generate(body: GenerateBody, request: Request) -> Any:
+    if not body.prompt and not body.suffix:
+        return _loaded(request, body, response="")
+    service = service_of(request)
+    ask = body.ask(service.catalog.find(body.wanted))
+    answer = await service.answer(ask, client_of(request))
+    return await _told(request, body, _Form(answer, body, "response"))
+
+
+def _loaded(request: Request, body: NamedBody, **empty: Any) -> dict[str, Any]:
+    """To a request that only has a model loaded, which here it is."""
+    served = service_of(request).catalog.find(body.wanted)
+    head = {"model": body.wanted or served.name, "created_at": _now()}
+    return {**head, **empty, "done": True, "done_reason": "load"}
+
+
+async def _told(request: Request, body: AnswerBody, form: _Form) -> Any:
+    if body.stream is False:
+        return await unless_gone(request, _whole(form))
+    return EventStream(_stream(form), _NDJSON)
+
+
+class _Form:
+    """What is told of one answer; kind: "message" of chats, "response" of texts."""
+
+    def __init__(self, answer: Answer, body: AnswerBody, kind: str) -> None:
+        self.answer, self._kind = answer, kind
+        self._model = body.wanted or answer.served.name  # as the client wrote it
+        self._call: tuple[CallBegin, list[str]] | None = None  # that has not ended
+
+    def part(
+        self,
+        text: str = "",
+        thoughts: str = "",
+        calls: Sequence[dict[str, Any]] = (),
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> dict[str, Any]:
+        more: dict[str, Any] = {}
+        if thoughts:
+            more["thinking"] = thoughts
+        if calls:
+            more["tool_calls"] = list(calls)
+        said = {"response": text, **more}
+        if self._kind == "message":
+            said = {"message": {"role": "assistant", "content": text, **more}}
+        if logprobs:
+            said["logprobs"] = chat_logprobs(self.answer.served.lm.tokenizer, logprobs)
+        return {"model": self._model, "created_at": _now(), **said, "done": False}
+
+    def parts(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        """The lines that a delta completes: a call is told when all its arguments are there."""
+        if isinstance(delta, CallArguments):
+            assert self._call is not None
+            self._call[1].append(delta.text)
+            return
+        if self._call is not None:
+            (begin, texts), self._call = self._call, None
+            if calls := _calls([(begin.id, begin.name, "".join(texts))], begin.call):
+                yield self.part(calls=calls)
+        if isinstance(delta, CallBegin):
+            self._call = (delta, [])
+        elif isinstance(delta, Text):
+            yield self.part(delta.text, logprobs=delta.logprobs)
+        elif isinstance(delta, Reasoning):
+            yield self.part(thoughts=delta.text, logprobs=delta.logprobs)
+        else:
+            yield {**self.part(), **self.end(delta)}
+
+    def end(self, end: End) -> dict[str, Any]:
+        """The figures; times in ns."""
+        timing = self.answer.timing
+        first_s = timing.first_s or timing.last_s  # an answer may have no token
+        return {
+            "done": True,
+            "done_reason": "length" if end.reason == "length" else "stop",
+            "total_duration": _ns(timing.last_s - timing.asked_s),
+            "load_duration": 0,
+            "prompt_eval_count": len(self.answer.ids),
+            "prompt_eval_duration": _ns(first_s - timing.asked_s),
+            "eval_count": end.tokens,
+            "eval_duration": _ns(timing.last_s - first_s),
+        }
+
+
+def _calls(found: Sequence[tuple[str, str, str]], first: int = 0) -> list[dict[str, Any]]:
+    """Calls of (id, name, arguments); without those that the end of the answer has cut off."""
+    calls = []
+    for index, (id, name, text) in enumerate(found, start=first):
+        arguments = parsed_arguments(text)
+        if isinstance(arguments, dict):
+            function = {"index": index, "name": name, "arguments": arguments}
+            calls.append({"id": id, "function": function})
+    return calls
+
+
+async def _whole(form: _Form) -> dict[str, Any]:
+    (deltas,) = await form.answer.whole()
+    text, thoughts, calls = joined(deltas)
+    logprobs = [one for d in deltas if isinstance(d, Text | Reasoning) for one in d.logprobs]
+    end = deltas[-1]
+    assert isinstance(end, End)
+    return {**form.part(text, thoughts, _calls(calls), logprobs), **form.end(end)}
+
+
+async def _stream(form: _Form) -> AsyncIterator[bytes]:
+    try:
+        async for deltas in form.answer.batches():
+            if not deltas:  # these lines have no comments: an empty part says that it goes on
+                yield _line(form.part())
+            for delta in deltas:
+                for part in form.parts(delta):
+                    yield _line(part)
+    except AskError as error:
+        yield _line(error_body("/api/", error))
+    finally:
+        form.answer.close()
+
+
+def _line(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+
+
+def _now() -> str:
+    return _time(datetime.now(timezone.utc))
+
+
+def _time(when: datetime) -> str:
+    return when.isoformat().replace("+00:00", "Z")
+
+
+def _ns(seconds: float) -> int:
+    return max(0, round(seconds * 1e9))
+
+
+# Embeddings --------------------------------------------------------------------------------------
+
+
+class EmbedBody(NamedBody):
+    input: str | Annotated[list[str], Field(max_length=2048)] | None = None
+    truncate: bool | None = None
+    dimensions: Positive | None = None
+
+
+class EmbeddingsBody(NamedBody):
+    prompt: str | None = None
+
+
+@router.post("/api/embed")
+async def embed(body: EmbedBody, request: Request) -> Any:
+    texts = [body.input] if isinstance(body.input, str) else body.input or []
+    began = asyncio.get_running_loop().time()
+    vectors, tokens = await _embedded(request, body, texts, body.truncate, body.dimensions)
+    seconds = asyncio.get_running_loop().time() - began
+    return {
+        "model": body.wanted,
+        "embeddings": vectors,
+        "total_duration": _ns(seconds),
+        "load_duration": 0,
+        "prompt_eval_count": tokens,
+    }
+
+
+@router.post("/api/embeddings")
+async def embeddings(body: EmbeddingsBody, request: Request) -> Any:
+    texts = [body.prompt] if body.prompt else []
+    vectors, _ = await _embedded(request, body, texts, True, None)
+    return {"embedding": vectors[0] if vectors else []}
+
+
+async def _embedded(
+    request: Request,
+    body: NamedBody,
+    texts: Sequence[str],
+    truncate: bool | None,
+    dimensions: int | None,
+) -> tuple[list[list[float]], int]:
+    """Vectors of texts, and of how many tokens they are; texts that are too long are cut, unless
+    `truncate` is False."""
+    service = service_of(request)
+    served = service.catalog.find(body.wanted)
+    if not texts:
+        return [], 0
+    ids = await asyncio.to_thread(lambda: [served.lm.encode(text) for text in texts])
+    most = served.context_length
+    if truncate is not False:  # the last token stays: embedding models read from the end of a text
+        ids = [one if len(one) <= most else [*one[: most - 1], one[-1]] for one in ids]
+    work = service.embed(body.wanted, ids, dimensions, client_of(request))
+    return await unless_gone(request, work)
+
+
+# Models ------------------------------------------------------------------------------------------
+
+
+@router.head("/", include_in_schema=False)
+async def alive() -> Response:
+    """Ollama's own programs ask this first; GET gives the page."""
+    return Response()
+
+
+@router.get("/api/version")
+async def version() -> Any:
+    return {"version": _VERSION}
+
+
+@router.get("/api/tags")
+async def tags(request: Request) -> Any:
+    return {"models": [_listed(request, served) for served in service_of(request).catalog]}
+
+
+@router.get("/api/ps")
+async def running(request: Request) -> Any:
+    """All of them: they are in memory as long as the server runs."""
+    return {
+        "models": [
+            {
+                **_listed(request, served),
+                "expires_at": _NEVER,
+                "size_vram": 0,
+                "context_length": served.context_length,
+            }
+            for served in service_of(request).catalog
+        ]
+    }
+
+
+@router.post("/api/show")
+async def show(body: NamedBody, request: Request) -> Any:
+    served = service_of(request).catalog.find(body.wanted)
+    config, kind = served.lm.config, served.lm.config.model_type
+    return {
+        "modelfile": f"FROM {served.name}",
+        "parameters": "\n".join(f"{k} {v}" for k, v in served.lm.generation.sampling.items()),
+        "template": served.chat_template or "{{ .Prompt }}",
+        "details": _details(served),
+        "model_info": {
+            "general.architecture": kind,
+            "general.basename": served.name,  # the name that Copilot shows
+            f"{kind}.context_length": served.context_length,
+            f"{kind}.embedding_length": config.hidden_size,
+            f"{kind}.block_count": config.num_hidden_layers,
+            f"{kind}.attention.head_count": config.num_attention_heads,
+            f"{kind}.attention.head_count_kv": config.num_key_value_heads,
+            f"{kind}.vocab_size": config.vocab_size,
+        },
+        "capabilities": served.capabilities,
+        "modified_at": _listed(request, served)["modified_at"],
+    }
+
+
+def _listed(request: Request, served: Served) -> dict[str, Any]:
+    name = served.name if ":" in served.name.rpartition("/")[2] else f"{served.name}:latest"
+    path = served.lm.path
+    stat = path.stat() if path is not None and path.exists() else None
+    size = stat.st_size if stat else 0
+    modified_s = stat.st_mtime if stat else service_of(request).metrics.started
+    # The weights are not read for it: it only tells models apart.
+    digest = hashlib.sha256(f"{name} {size} {modified_s}".encode()).hexdigest()
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": _time(datetime.fromtimestamp(modified_s, timezone.utc)),
+        "size": size,
+        "digest": digest,
+        "details": _details(served),
+    }
+
+
+def _details(served: Served) -> dict[str, Any]:
+    family = served.lm.config.model_type
+    return {
+        "parent_model": "",
+        "format": "sglbitnt",
+        "family": family,
+        "families": [family],
+        "parameter_size": "",
+        "quantization_level": "ternary",
+    }
