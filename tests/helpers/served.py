@@ -30,7 +30,7 @@ from tool_tokenizers import END, tokenizer_of
 
 
 class Scripted:
-    """A model whose answer to a prompt that holds one of the keys of `answers` is its text.
+    """A model whose answer to a prompt is the text of that key of `answers` which comes last in it.
 
     It ends with the end of a turn; to other prompts it says nothing. `seconds` of a step; `broken`:
     a step raises while it is set.
@@ -71,10 +71,11 @@ class Scripted:
     def _next(self, first: int, ids: list[int], start: int) -> int:
         if len(ids) - start > 1:  # the end of a prompt
             text = self.tokenizer.decode(ids, skip_special_tokens=False)
-            found = [answer for key, answer in self.answers.items() if key in text]
+            last = max(self.answers, key=text.rfind)  # of a conversation, in the newest message
+            answer = self.answers[last] if last in text else ""
             end = self.tokenizer.token_id(END)
             assert end is not None
-            said = self.tokenizer.encode(found[0], add_special_tokens=False) if found else []
+            said = self.tokenizer.encode(answer, add_special_tokens=False)
             self._said[first] = [*said, end]
         return self._said[first].pop(0) if self._said[first] else 0
 

@@ -85,12 +85,11 @@ async def _open(
     on_failure: Callable[[BaseException], None],
 ) -> None:
     try:
-        catalog = await asyncio.to_thread(load)
+        service.open(await asyncio.to_thread(load))
     except Exception as error:
         service.gate.closed = "the model cannot be loaded; see the server's log"
         on_failure(error)
         return
-    service.open(catalog)
     on_ready(service)
 
 

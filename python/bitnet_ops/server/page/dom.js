@@ -11,13 +11,14 @@ export function svg(tag, attributes = {}, ...children) {
 }
 
 function filled(element, attributes, children) {
+  // Children first: with dir="auto" a browser looks for a letter again at each child that comes.
+  element.append(...children.flat().filter((child) => child !== null && child !== false));
   for (const [name, value] of Object.entries(attributes)) {
     if (typeof value === "function") element.addEventListener(name.slice(2), value);
     else if (value !== undefined && value !== false) {
       element.setAttribute(name, value === true ? "" : value);
     }
   }
-  element.append(...children.flat().filter((child) => child !== null && child !== false));
   return element;
 }
 
