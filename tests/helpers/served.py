@@ -46,7 +46,7 @@ class Scripted:
         self.broken = False
         self.steps = 0
         self._texts: dict[int, list[int]] = {}  # ids so far, by a sequence's first block
-        self._said: dict[int, list[int]] = {}
+        self._said: dict[int, tuple[tuple[int, int], list[int]]] = {}
 
     def step(self, batch: StepBatch, pool: KVPool) -> Tensor:
         self.steps += 1
@@ -69,15 +69,18 @@ class Scripted:
         return one_hot.float() * 9
 
     def _next(self, first: int, ids: list[int], start: int) -> int:
-        if len(ids) - start > 1:  # the end of a prompt
+        """The answer's next id; of a prompt, whose last part may be one token, its first."""
+        expected, rest = self._said.get(first, (None, []))
+        if expected != (start, ids[start:][-1]):
             text = self.tokenizer.decode(ids, skip_special_tokens=False)
             last = max(self.answers, key=text.rfind)  # of a conversation, in the newest message
             answer = self.answers[last] if last in text else ""
             end = self.tokenizer.token_id(END)
             assert end is not None
-            said = self.tokenizer.encode(answer, add_special_tokens=False)
-            self._said[first] = [*said, end]
-        return self._said[first].pop(0) if self._said[first] else 0
+            rest = [*self.tokenizer.encode(answer, add_special_tokens=False), end]
+        said = rest.pop(0) if rest else 0
+        self._said[first] = ((len(ids), said), rest)
+        return said
 
 
 def scripted_lm(

@@ -13,14 +13,15 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bitnet_ops.errors import BitNetError
-from bitnet_ops.generate.given_text import END_OF_THOUGHT, THINK, ChatText
 from bitnet_ops.untrusted import printable
 from bitnet_ops.untrusted.bounded import BoundedProcess, ChildError, LimitError, ProcessError
 
 if TYPE_CHECKING:
+    from bitnet_ops.generate.given_text import ChatText
     from bitnet_ops.generate.tokenizer import Tokenizer
 
 Message = Mapping[str, str]
+THINK, END_OF_THOUGHT = "<think>", "</think>"
 
 _CPU_S = 2.0  # published templates take a millisecond
 _MEMORY_BYTES = 256 << 20

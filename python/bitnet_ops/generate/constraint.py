@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from bitnet_ops.generate.given_text import END_OF_THOUGHT, THINK
+from bitnet_ops.generate.chat import END_OF_THOUGHT, THINK
 from bitnet_ops.generate.tokenizer import Tokenizer
 
 Mask = npt.NDArray[np.uint8]

@@ -21,9 +21,9 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from bitnet_ops.generate.chat import END_OF_THOUGHT, THINK
 from bitnet_ops.generate.tokenizer_guard import TokenizerError, library_errors
 
-THINK, END_OF_THOUGHT = "<think>", "</think>"
 _WRITTEN = ("content", "reasoning_content", "reasoning", "thinking")  # whole texts of a message
 _MARKS, _ALIASES = range(0xE000, 0xF900), range(0xF0000, 0xFFFFE)  # private use
 _ALIAS = 3  # characters at least, drawn at random: nobody writes one by chance or by guessing

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from bitnet_ops.generate.given_text import END_OF_THOUGHT, THINK
+from bitnet_ops.generate.chat import END_OF_THOUGHT, THINK
 from bitnet_ops.generate.run import TokenLogprobs
 from bitnet_ops.server.calls import CallReader, overlap
 from bitnet_ops.server.exchange import (

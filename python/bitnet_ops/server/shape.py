@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bitnet_ops.generate.chat import opened_thought
+from bitnet_ops.generate.chat import END_OF_THOUGHT, THINK, opened_thought
 from bitnet_ops.generate.constraint import Constraint, TextConstraint, Thoughts
-from bitnet_ops.generate.given_text import END_OF_THOUGHT, THINK
 from bitnet_ops.generate.grammar import Grammar, GrammarError, Grammars, schema_text
 from bitnet_ops.generate.text import StreamDecoder
 from bitnet_ops.generate.tokenizer import Tokenizer
