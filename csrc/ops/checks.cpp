@@ -145,14 +145,18 @@ engine::GatedRow activation_row(const Check& check, const std::string& activatio
   return row;
 }
 
+// torch's own macro for such a check has another name in torch 2.10 to 2.12.
+static AtenTensorHandle another_handle(AtenTensorHandle of) {
+  AtenTensorHandle made = nullptr;
+  if (aoti_torch_new_tensor_handle(of, &made) != 0) throw std::bad_alloc();
+  return made;
+}
+
 Tensor as_contiguous(const Tensor& t) {
   if (t.is_contiguous()) return Tensor::borrow(t);
   try {
-    AtenTensorHandle of_torch = nullptr, dense = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(t.handle(), &of_torch));
-    const auto copy = torch::stable::contiguous(torch::stable::Tensor(of_torch));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(copy.get(), &dense));
-    return Tensor(dense);
+    const auto copy = torch::stable::contiguous(torch::stable::Tensor(another_handle(t.handle())));
+    return Tensor(another_handle(copy.get()));
   } catch (const std::exception&) {  // its text is of torch's own source files
     throw std::runtime_error(
         "bitnet: expected memory for a contiguous copy of an argument of shape " +
