@@ -11,6 +11,7 @@
 #include <map>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "engine/program/plan.h"
@@ -309,7 +310,8 @@ int main(int argc, char** argv) {
     report(bench, s, plan == nullptr ? 2 : std::max(1, std::atoi(plan)));
     if (plan == nullptr || std::atoi(plan) > 2) continue;
     use_plain_threads();
-    for (const int64_t threads : {1, 2}) report_threads(bench, s, threads);
+    const int64_t cpus = std::max(2u, std::thread::hardware_concurrency());
+    for (int64_t threads = 1; threads <= cpus; threads *= 2) report_threads(bench, s, threads);
   }
   return 0;
 }
