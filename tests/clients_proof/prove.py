@@ -61,9 +61,9 @@ def said(name: str, what: str, same: bool) -> None:
         raise SystemExit(1)
 
 
-def wanted(tokens: int = 12) -> str:
+def wanted(messages: list[dict[str, str]] | None = None, tokens: int = 12) -> str:
     lm = bitnet_ops.load()
-    ids = lm.tokenizer.encode_chat([{"role": "user", "content": QUESTION}])
+    ids = lm.tokenizer.encode_chat(messages or [{"role": "user", "content": QUESTION}])
     return str(lm.generate(ids, max_new_tokens=tokens))
 
 
@@ -151,22 +151,29 @@ def llm(clients: Path, address: str) -> None:
 
 @check
 def aider(clients: Path, address: str) -> None:
-    """The demo model edits no code; that its answer arrives is what can be seen."""
+    """The demo model edits no code; its answer to what aider sent is the one that was due."""
     with tempfile.TemporaryDirectory() as folder:
         given = {**os.environ, "OPENAI_API_BASE": f"{address}/v1", "OPENAI_API_KEY": "any"}
         given |= {"HOME": folder, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-        settings = Path(folder) / "settings.yml"
-        settings.write_text(
-            "- name: openai/demo\n  edit_format: ask\n  extra_params: {max_tokens: 16}\n"
-        )
+        settings, history = Path(folder) / "settings.yml", Path(folder) / "history"
+        extra = "{max_tokens: 16, temperature: 0}"
+        settings.write_text(f"- name: openai/demo\n  edit_format: ask\n  extra_params: {extra}\n")
         words = "--model openai/demo --no-git --yes-always --no-check-update --analytics-disable"
         words += " --no-show-model-warnings --no-pretty --map-tokens 0 --message Hello"
         command = [str(clients / "aider/bin/aider"), *words.split()]
-        command += ["--model-settings-file", str(settings)]
-        done = subprocess.run(
-            command, cwd=folder, env=given, capture_output=True, text=True, timeout=300
-        )
-        said("aider", "an answer", "Tokens:" in done.stdout and "received" in done.stdout)
+        command += ["--model-settings-file", str(settings), "--llm-history-file", str(history)]
+        subprocess.run(command, cwd=folder, env=given, capture_output=True, timeout=300)
+        sent, answer = re.split(r"^LLM RESPONSE .*\n", history.read_text(), flags=re.M)[:2]
+        messages = [aider_message(part) for part in sent.split("-------\n")[1:]]
+        found = aider_message(answer)["content"].strip()
+        said("aider", "chat, streamed", found == wanted(messages, 16).strip())
+
+
+def aider_message(part: str) -> dict[str, str]:
+    """A message of its history: lines begin with the role, a last line feed of several is gone."""
+    lines = [line.partition(" ") for line in part.strip("\n").splitlines()]
+    content = "\n".join(text for _, _, text in lines) + "\n" * (len(lines) > 1)
+    return {"role": lines[0][0].lower(), "content": content}
 
 
 @check
@@ -198,10 +205,16 @@ def lm_eval(clients: Path, address: str) -> None:
         shown = {}
         for model, arguments in (
             ("local-completions", f"{remote},tokenized_requests=False,num_concurrent=4"),
-            ("bitnet_ops", f"pretrained={demo}"),
+            ("bitnet_ops", f"path={demo}"),
         ):
             out = folder / model
-            command = [sys.executable, "-m", "lm_eval", "--model", model, "--tasks", "verses"]
+            command = [
+                sys.executable,
+                "-c",
+                "import bitnet_ops.evaluation, lm_eval.__main__ as m; ",
+            ]
+            command[-1] += "m.cli_evaluate()"
+            command += ["--model", model, "--tasks", "verses"]
             command += ["--model_args", arguments, "--include_path", str(folder)]
             command += ["--output_path", str(out)]
             given = {**os.environ, "OPENAI_API_KEY": "any", "HF_HUB_OFFLINE": "1"}
