@@ -41,7 +41,7 @@ STEPS = 48
 
 def steps_of(lm: LanguageModel, grammar: Grammar | None, rows: int) -> list[float]:
     """Seconds of each decode step of `rows` requests."""
-    engine, times = lm.engine, []
+    engine, times = lm.engine, list[float]()
     limits = Limits(STEPS + 8)
     for seed in range(rows):
         constraint = None if grammar is None else grammar.start()
@@ -60,7 +60,7 @@ def steps_of(lm: LanguageModel, grammar: Grammar | None, rows: int) -> list[floa
 
 def alone(grammar: Grammar, steps: int = 400) -> list[float]:
     """Seconds of a mask and of the token that follows, along random answers."""
-    rng, times = np.random.default_rng(0), []
+    rng, times = np.random.default_rng(0), list[float]()
     constraint = grammar.start()
     while len(times) < steps:
         if constraint.over:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import random
 import re
@@ -358,14 +359,18 @@ def _yes(value: bool) -> str:
     return "yes" if value else "NO"
 
 
-def plot(result: dict[str, Any], file: Path) -> None:
-    """The share of requests whose first token came within a time, a line for each rate."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
+def require_plot() -> None:
+    """Raises BenchServeError where nothing can be drawn: before a long measurement."""
+    if importlib.util.find_spec("matplotlib") is None:
         raise BenchServeError(
             "bench serve: expected matplotlib for --plot, got none; run: pip install matplotlib"
-        ) from None
+        )
+
+
+def plot(result: dict[str, Any], file: Path) -> None:
+    """The share of requests whose first token came within a time, a line for each rate."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for row in result["arrivals"]:

@@ -206,6 +206,8 @@ def _run_serve(args: argparse.Namespace) -> int:
         require_output(args.output, replace=args.force)
     except ValueError as error:
         raise UsageError(f"bench serve: {error}") from error
+    if args.plot:
+        serve.require_plot()
     with progress_line() as progress:
         result = serve.run(settings, lambda: load(args.model), progress)
     print_result(result, serve.lines(result), as_json=args.json)
