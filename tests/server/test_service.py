@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import json
 import os
 import re
@@ -327,6 +328,42 @@ def test_sigterm_lets_answers_end_and_admits_nobody() -> None:
     assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
     assert process.wait(20) == 0
     assert process.stderr is not None and "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_nothing_wrong_is_served_afterwards(tmp_path: Any) -> None:
+    lm = bitnet_ops.load()
+    verses = " And God saw every thing that he had made, and, behold, it was very good." * 12
+    bodies = [
+        {"prompt": f"Verse {i % 3}:{verses} {i}", "max_tokens": 24, "temperature": 0}
+        for i in range(12)
+    ]
+    wanted = [str(lm.generate(str(body["prompt"]), max_new_tokens=24)) for body in bodies]
+    words = ("--prefix-dir", str(tmp_path / "prefixes"), "--prefix-dir-mb", "8")
+
+    def ask(address: str, body: dict[str, Any]) -> dict[str, Any]:
+        return dict(httpx.post(f"{address}/v1/completions", json=body, timeout=60).json())
+
+    for seconds in (0.05, 0.15, 0.3, 0.6):
+        process, address = start(*words)
+        with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
+            asked = [pool.submit(ask, address, body) for body in bodies]
+            time.sleep(seconds)
+            process.kill()
+            process.wait()
+            for answer, text in zip(asked, wanted, strict=True):
+                if answer.exception() is None:
+                    assert answer.result()["choices"][0]["text"] == text
+    process, address = start(*words)
+    reused = 0
+    for body, text in zip(bodies, wanted, strict=True):
+        answer = ask(address, body)
+        assert answer["choices"][0]["text"] == text
+        reused += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        if body is bodies[0]:
+            assert reused > 100, "of a process before this one"
+    process.terminate()
+    assert process.wait(20) == 0
 
 
 def test_a_model_that_cannot_be_opened_ends_the_server(tmp_path: Any) -> None:
