@@ -142,6 +142,7 @@ USAGE: list[tuple[str, str]] = [
     ("generate x --logprobs 21", "--logprobs: expected an integer from 0 to 20, got '21'"),
     ("generate x --frequency-penalty 3", "--frequency-penalty: expected a number from -2 to 2"),
     ("generate x --speculation fast", "expected off, auto or an integer at least 0, got 'fast'"),
+    ("serve x --speculation fast", "expected off, auto or an integer at least 0, got 'fast'"),
     ("generate x --speculation -1", "expected off, auto or an integer at least 0, got '-1'"),
     ("dummy tiny x --seed x", "--seed: expected an integer from 0"),
 ]

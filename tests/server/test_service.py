@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 import bitnet_ops
+from bitnet_ops.language_model import LanguageModel
 from bitnet_ops.server.exchange import AskError
 from bitnet_ops.server.gate import Gate
 from served import app_of, scripted_lm, serving
@@ -232,6 +233,27 @@ def test_preempted_answers_are_the_same() -> None:
 
         assert asyncio.run(all_of_them()) == wanted
         assert lm.engine.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("speculation", [4, "auto"])
+def test_guesses_change_no_answer(speculation: int | str) -> None:
+    lm, alone = bitnet_ops.load(), bitnet_ops.load()
+    schema = {"type": "array", "items": {"enum": ["And God saw", "And God said"]}, "minItems": 6}
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    bodies: list[dict[str, Any]] = [
+        {**chat("And God saw. " * 8), "max_tokens": 60},
+        {**chat("And God saw. " * 8), "max_tokens": 60, "temperature": 1, "seed": 3},
+        {**chat("And God saw. " * 8), "max_tokens": 200, "response_format": form},
+    ]
+
+    def answers(model: LanguageModel, **options: Any) -> list[str]:
+        with serving(app_of({"demo": model}, **options)) as address:
+            url = f"{address}/v1/chat/completions"
+            replies = [httpx.post(url, json=body, timeout=60).json() for body in bodies]
+            return [reply["choices"][0]["message"]["content"] for reply in replies]
+
+    assert answers(lm, speculation=speculation) == answers(alone)
+    assert speculation == "auto" or lm.engine.stats().accepted_drafts > 0
 
 
 def test_a_slow_reader_holds_nobody_up() -> None:

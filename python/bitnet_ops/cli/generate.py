@@ -172,13 +172,7 @@ def add_sampling_arguments(
         metavar="N",
         help="log probability of each token and N others, in JSON, on stderr",
     )
-    add(
-        "--speculation",
-        type=_speculation,
-        default="off",
-        metavar="off|auto|N",
-        help="N guesses a step where the text repeats; same text (default off)",
-    )
+    add_speculation(parser)
     add("--seed", type=integer(0, 2**63 - 1), metavar="S", help="makes sampling repeatable")
     add(
         "--stop",
@@ -230,6 +224,16 @@ def _token_and_bias(text: str) -> tuple[int, float]:
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"{expected}, got {text!r}") from None
     return parsed
+
+
+def add_speculation(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--speculation",
+        type=_speculation,
+        default="off",
+        metavar="off|auto|N",
+        help="N guesses a step where the text repeats; same text (default off)",
+    )
 
 
 def _speculation(text: str) -> str | int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from bitnet_ops import machine
 from bitnet_ops.cli.arguments import UsageError, integer, non_empty, number
-from bitnet_ops.cli.generate import MODEL_HELP, add_model_arguments, open_model
+from bitnet_ops.cli.generate import MODEL_HELP, add_model_arguments, add_speculation, open_model
 from bitnet_ops.cli.terminal import say
 from bitnet_ops.errors import BitNetError
 
@@ -138,6 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the most that it may take (default 4096)",
     )
     add("--log-requests", action="store_true", help="a line a request on stderr, without prompts")
+    add_speculation(parser)
     add_model_arguments(parser)
 
 
@@ -222,6 +223,7 @@ def run(args: argparse.Namespace) -> int:
         max_per_client=args.max_per_client,
         max_tokens=args.max_tokens,
         request_s=args.request_time,
+        speculation=0 if args.speculation == "off" else args.speculation,
     )
 
 
