@@ -3,6 +3,7 @@
 // here fails test_kernels_rows.  Must not know ISAs or expected values.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -237,52 +238,71 @@ inline void add_hadamard_ops(std::vector<RowOp>& ops) {
   }
 }
 
+// Three tokens on one slab. gaps: rows of tokens lie apart, by numbers of floats of their own; what
+// lies between is not touched, so it is set to one value first.
+inline void add_delta_rule(std::vector<RowOp>& ops, bool errors, bool gaps) {
+  const int64_t between = gaps ? 5 : 0, out_stride = kStateColumns + (gaps ? 7 : 0);
+  const int64_t error_stride = kStateColumns + (gaps ? 3 : 0), gate_stride = gaps ? 3 : 1;
+  const auto row_stride = [=](int64_t n) { return 2 * n + kStateColumns + between; };
+  const auto slab = [](int64_t n) { return Shape{Kind::kF32, n * kStateColumns}; };
+  const auto of_tokens = [](int64_t stride) { return 2 * stride + kStateColumns; };
+  ops.push_back({std::string("delta_rule") + (errors ? " errors" : "") + (gaps ? " gaps" : ""),
+                 "delta_rule",
+                 [=](int64_t n) {  // the state, tokens' q, k and v, their gates
+                   return std::vector<Shape>{slab(n),
+                                             {Kind::kF32, 3 * row_stride(n) - between},
+                                             {Kind::kF32, 2 * (2 * gate_stride + 1)}};
+                 },
+                 [=](int64_t n) {
+                   return std::vector<Shape>{slab(n),
+                                             {Kind::kF32, of_tokens(out_stride)},
+                                             {Kind::kF32, errors ? of_tokens(error_stride) : 0}};
+                 },
+                 [=](const Call& c) {
+                   std::fill_n(c.y(1), of_tokens(out_stride), 77.0f);
+                   if (errors) std::fill_n(c.y(2), of_tokens(error_stride), 77.0f);
+                   c.table.delta_rule({.state = c.y(0),
+                                       .key_dim = c.n,
+                                       .tokens = 3,
+                                       .q = c.f(1),
+                                       .k = c.f(1) + c.n,
+                                       .v = c.f(1) + 2 * c.n,
+                                       .row_stride = row_stride(c.n),
+                                       .decay = c.f(2),
+                                       .beta = c.f(2) + 2 * gate_stride + 1,
+                                       .gate_stride = gate_stride,
+                                       .out = c.y(1),
+                                       .out_stride = out_stride,
+                                       .errors = errors ? c.y(2) : nullptr,
+                                       .error_stride = error_stride});
+                 },
+                 1, 0});
+}
+
 // n channels, n heads, or the key dimension of one slab.
 inline void add_delta_ops(std::vector<RowOp>& ops) {
-  for (const int64_t taps : {1, 4}) {
-    ops.push_back({"conv_silu_row " + std::to_string(taps), "conv_silu_row",
-                   [taps](int64_t n) { return std::vector<Shape>(2, Shape{Kind::kF32, taps * n}); },
+  for (const int64_t gap : {-1, 0, 3}) {  // between the weights of taps; -1: there is one tap
+    const int64_t taps = gap < 0 ? 1 : 4;
+    ops.push_back({"conv_silu_row " + std::to_string(taps) + (gap > 0 ? " gaps" : ""),
+                   "conv_silu_row",
+                   [=](int64_t n) {
+                     return std::vector<Shape>{{Kind::kF32, taps * n},
+                                               {Kind::kF32, taps * n + (taps - 1) * gap}};
+                   },
                    float_rows(1),
-                   [taps](const Call& c) {
+                   [=](const Call& c) {
                      std::vector<const float*> x;
                      for (int64_t j = 0; j < taps; ++j) x.push_back(c.f(0) + j * c.n);
-                     c.table.conv_silu_row(x.data(), taps, c.f(1), c.n, c.n, c.y());
+                     c.table.conv_silu_row(x.data(), taps, c.f(1), c.n + gap, c.n, c.y());
                    }});
   }
   ops.push_back(
       {"delta_gates_row", "delta_gates_row", float_rows(4), float_rows(2), [](const Call& c) {
          c.table.delta_gates_row(c.f(0), c.f(1), c.f(2), c.f(3), c.n, c.y(0), c.y(1));
        }});
+  for (const bool errors : {false, true})
+    for (const bool gaps : {false, true}) add_delta_rule(ops, errors, gaps);
   const auto slab = [](int64_t n) { return Shape{Kind::kF32, n * kStateColumns}; };
-  const Shape of_tokens = {Kind::kF32, 3 * kStateColumns};
-  for (const bool errors : {false, true}) {
-    ops.push_back({std::string("delta_rule") + (errors ? " errors" : ""), "delta_rule",
-                   [=](int64_t n) {  // the state, tokens' q, k and v, their gates
-                     return std::vector<Shape>{
-                         slab(n), {Kind::kF32, 3 * (2 * n + kStateColumns)}, {Kind::kF32, 6}};
-                   },
-                   [=](int64_t n) {
-                     return std::vector<Shape>{
-                         slab(n), of_tokens, {Kind::kF32, errors ? of_tokens.count : 0}};
-                   },
-                   [=](const Call& c) {
-                     c.table.delta_rule({.state = c.y(0),
-                                         .key_dim = c.n,
-                                         .tokens = 3,
-                                         .q = c.f(1),
-                                         .k = c.f(1) + c.n,
-                                         .v = c.f(1) + 2 * c.n,
-                                         .row_stride = 2 * c.n + kStateColumns,
-                                         .decay = c.f(2),
-                                         .beta = c.f(2) + 3,
-                                         .gate_stride = 1,
-                                         .out = c.y(1),
-                                         .out_stride = kStateColumns,
-                                         .errors = errors ? c.y(2) : nullptr,
-                                         .error_stride = kStateColumns});
-                   },
-                   1, 0});
-  }
   ops.push_back({"delta_replay", "delta_replay",
                  [=](int64_t n) {
                    return std::vector<Shape>{

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bitnet_ops.arguments import check_flag, check_kind, check_megabytes, check_path, shown
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.formats import sglbitnt
-from bitnet_ops.generate.chat import RunIds, whole_answer, without_oldest_turn
-from bitnet_ops.generate.engine import Engine, Run, token_ids
+from bitnet_ops.generate.chat import RunIds, check_options_kind, whole_answer, without_oldest_turn
+from bitnet_ops.generate.engine import Engine, Limits, Run, check_adapter, token_ids
 from bitnet_ops.generate.scoring import Score, embed, score
 from bitnet_ops.generate.text import (
     Completion,
@@ -37,7 +38,7 @@ from bitnet_ops.loading.resolve import LoadError, convert_again, resolve
 from bitnet_ops.loading.weights import load_model
 from bitnet_ops.models import Decoder, dtype_of
 from bitnet_ops.nn.kv_config import DEFAULT_KV_DTYPE, kv_dtype_of
-from bitnet_ops.nn.lora import Adapter, read_adapter
+from bitnet_ops.nn.lora import Adapter, LoraError, read_adapter
 from bitnet_ops.nn.storage import (
     DEFAULT_HEAD_FORMAT,
     check_activation_format,
@@ -114,6 +115,13 @@ def load(
     check_weight_format(weight_format)
     check_head_format(head_format)
     check_activation_format(activation_format)
+    for what, given in (("a model", path), ("cache", cache), ("prefix_dir", prefix_dir)):
+        if given is not None:
+            check_path(f"load: expected {what}", given)
+    check_flag("load: expected convert", convert)
+    if kv_cache_mb is not None:
+        check_megabytes("load: expected kv_cache_mb", kv_cache_mb)
+    check_megabytes("load: expected prefix_dir_mb", prefix_dir_mb)
     adapters = _read_adapters(lora)
     found = resolve(DEMO_DIR if path is None else path, convert=convert, cache=cache)
     form = *dtypes, weight_format, head_format, activation_format
@@ -162,6 +170,8 @@ def _open(
 def _read_adapters(lora: _Folder | Mapping[str, _Folder] | None) -> dict[str | None, Adapter]:
     if lora is None:
         return {}
+    if isinstance(lora, Mapping) and not all(isinstance(name, str) for name in lora):
+        raise LoraError(f"load: expected lora with names as keys, got {shown(dict(lora))}")
     if not isinstance(lora, Mapping):
         return {None: read_adapter(lora)}
     return {name: read_adapter(folder) for name, folder in lora.items()}
@@ -195,9 +205,12 @@ class LanguageModel:
         prefix_dir: _Folder | None = None,
         prefix_dir_mb: float = 4096,
     ) -> None:
-        self.model, self.path = model, path
-        self.generation = GenerationConfig() if generation is None else generation
-        self._tokenizer = tokenizer
+        who = "LanguageModel: expected"
+        check_kind(f"{who} tokenizer as a Tokenizer or None", tokenizer, (Tokenizer, type(None)))
+        generation = GenerationConfig() if generation is None else generation
+        check_kind(f"{who} generation as a GenerationConfig or None", generation, GenerationConfig)
+        self.model, self.generation, self._tokenizer = model, generation, tokenizer
+        self.path = None if path is None else check_path(f"{who} path", path)
         self.engine = Engine(
             model,
             kv_dtype=kv_dtype,
@@ -205,7 +218,8 @@ class LanguageModel:
             prefix_dir=prefix_dir,
             prefix_dir_mb=prefix_dir_mb,
         )
-        self.stop_ids = frozenset(model.config.eos_token_ids) if stop_ids is None else stop_ids
+        ends = frozenset(model.config.eos_token_ids)
+        self.stop_ids = ends if stop_ids is None else Limits(0, stop_ids).stop_ids
 
     def __repr__(self) -> str:
         kv_dtype = str(self.engine.kv_dtype).removeprefix("torch.")
@@ -233,10 +247,12 @@ class LanguageModel:
         For one thread while no other runs the model. Raises LoraError for one that does not fit,
         and for a name that is taken.
         """
+        check_kind("add_adapter: expected a name as text", name, str)
         self.model.add_adapter(read_adapter(folder), name)
 
     def remove_adapter(self, name: str) -> None:
         """Undo `add_adapter`, once no request uses it. Raises LoraError for an unknown name."""
+        check_kind("remove_adapter: expected a name as text", name, str)
         self.model.remove_adapter(name)
 
     def encode(self, prompt: str | Sequence[int] | Tensor) -> list[int]:
@@ -304,6 +320,7 @@ class LanguageModel:
         perplexity is `score.logprobs.mean().neg().exp()`. Raises PromptError for a text without
         tokens or longer than the context.
         """
+        check_adapter(self.model, adapter)
         given = [texts] if isinstance(texts, str) else _several("score", texts)
         ids = [self.encode(text) for text in given]
         return score(self.model, ids, kv_dtype=self.engine.kv_dtype, adapter=adapter)
@@ -327,7 +344,9 @@ class LanguageModel:
             raise LoadError(
                 f"{call}: expected a model with an output head, got an embedding model; use embed"
             )
-        return parse_options(call, options, self.stop_ids)
+        wanted = parse_options(call, options, self.stop_ids)
+        check_adapter(self.model, wanted.adapter)
+        return wanted
 
     def _stream(self, call: str, prompt: Any, options: GenerateOptions) -> TextStream:
         wanted = self._request(call, options)
@@ -393,6 +412,8 @@ class Conversation:
         request: Options,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
+        if chat_template_kwargs is not None:
+            check_options_kind(chat_template_kwargs)
         self._lm, self._request = lm, request
         self._known = RunIds(lm.tokenizer, chat_template_kwargs)
         self.messages: list[Mapping[str, str]] = []

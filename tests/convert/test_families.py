@@ -272,7 +272,7 @@ def test_what_embed_and_embedding_models_reject(embedding, capsys, tmp_path):
     folder, lm = embedding
     with pytest.raises(ValueError, match="at least one token"):
         lm.embed([[]])
-    with pytest.raises(ValueError, match="dimensions from 1 to 192, got 193"):
+    with pytest.raises(ValueError, match="dimensions an integer from 1 to 192, got 193"):
         lm.embed(["a"], dimensions=193)
     assert main(["generate", str(folder), "once"]) == 1
     assert "got an embedding model; use embed" in capsys.readouterr().err

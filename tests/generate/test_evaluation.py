@@ -196,7 +196,7 @@ def test_embeddings_are_the_last_hidden_states_whatever_is_beside_them() -> None
     ):
         with pytest.raises(ValueError, match=message):
             lm.embed(wrong)
-    with pytest.raises(ValueError, match="dimensions from 1 to"):
+    with pytest.raises(ValueError, match="dimensions an integer from 1 to"):
         lm.embed(texts, dimensions=0)
 
 

@@ -157,7 +157,7 @@ def wheel(
     out = tmp_path_factory.mktemp("wheel")
     env = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(build_wheels)}
     settings = ["-C", "cmake.define.BITNET_ISAS=scalar"]
-    settings += ["-C", "cmake.define.CMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG"]
+    settings += ["-C", "cmake.build-type=Quick"]
     log = environment.pip("wheel", "-v", sdist, "--no-deps", "-w", out, *settings, env=env)
     (path,) = out.glob("*.whl")
     return Built(path, log)

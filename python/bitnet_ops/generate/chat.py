@@ -79,7 +79,7 @@ def check(
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """What is given to a template, as its variables; raises ChatTemplateError as `render`."""
-    options = _checked_options(template, options or {})
+    options = _checked_options(template, {} if options is None else options)
     if tools and not re.search(r"\btools\b", template):
         raise ChatTemplateError(
             "chat: expected a model whose chat template reads tools, got one that never mentions "
@@ -96,13 +96,18 @@ def check(
     return variables
 
 
-def _checked_options(template: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """`options`, if the template can read each: one that it ignores would be a silent mistake."""
+def check_options_kind(options: object) -> None:
+    """Raise ChatTemplateError for what cannot be options of a template."""
     if not isinstance(options, Mapping):
         raise ChatTemplateError(
             "chat: expected chat_template_kwargs as a dict of the template's variables, got a "
             f"{type(options).__name__}"
         )
+
+
+def _checked_options(template: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options`, if the template can read each: one that it ignores would be a silent mistake."""
+    check_options_kind(options)
     for name in options:
         if not isinstance(name, str) or name in _GIVEN:
             raise ChatTemplateError(

@@ -23,17 +23,25 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-import math
 import os
 import time
 import weakref
 from collections import deque
 from collections.abc import Sequence, Sized
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from bitnet_ops.arguments import (
+    check_integer,
+    check_kind,
+    check_megabytes,
+    check_path,
+    is_number,
+    shown,
+)
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.generate.constraint import Constraint
 from bitnet_ops.generate.disk_prefix import DiskPrefix, root_on_disk
@@ -143,8 +151,12 @@ class Engine:
                 "engine: expected a model with config and step(batch, pool), got "
                 f"{kind_of(model)}; models.build makes one"
             )
-        if not isinstance(prefill_chunk, int) or prefill_chunk < 1:
-            raise ValueError(f"engine: expected prefill_chunk above 0, got {prefill_chunk!r}")
+        check_integer("engine: expected prefill_chunk", prefill_chunk, 1)
+        check_kind(
+            "engine: expected scheduling as SchedulerOptions or None",
+            scheduling,
+            (SchedulerOptions, type(None)),
+        )
         self.model, self.kv_dtype, self.block_size = model, kv_dtype, block_size
         self.scheduling = scheduling or SchedulerOptions(
             prefill_chunk, min(SchedulerOptions.max_sequences, prefill_chunk)
@@ -163,9 +175,10 @@ class Engine:
                 f"engine: expected a model with identity(adapter) for prefix_dir, got "
                 f"{kind_of(model)}; leave out prefix_dir"
             )
-        if not 0 < prefix_dir_mb < math.inf:
-            raise ValueError(f"engine: expected prefix_dir_mb above 0, got {prefix_dir_mb!r}")
-        self._prefix_dir = None if prefix_dir is None else (prefix_dir, prefix_dir_mb)
+        check_megabytes("engine: expected prefix_dir_mb", prefix_dir_mb)
+        self._prefix_dir: tuple[Path, float] | None = None
+        if prefix_dir is not None:
+            self._prefix_dir = check_path("engine: expected prefix_dir", prefix_dir), prefix_dir_mb
         self._begin()
 
     def _begin(self) -> None:
@@ -253,6 +266,7 @@ class Engine:
 
         Its last event is a Finished with reason "abort", of the next step.
         """
+        check_integer("engine: expected id", id, 0)
         if id not in self._requests:
             return False
         self._messages.append(id)
@@ -260,6 +274,7 @@ class Engine:
 
     def reused_tokens(self, id: int) -> int | None:
         """How many of a running request's prompt the prefix cache spared; None: not known."""
+        check_integer("engine: expected id", id, 0)
         request = self._requests.get(id)
         return None if request is None else request.reused_tokens
 
@@ -276,7 +291,11 @@ class Engine:
 
         `params` is shared or one per prompt. `max_drafts`, `adapter` and what is raised: see `add`.
         """
-        if isinstance(prompts, str | bytes) or not isinstance(prompts, Sized):
+        if (
+            not isinstance(prompts, Sized)
+            or isinstance(prompts, str | bytes)
+            or getattr(prompts, "ndim", 1) == 0
+        ):
             raise TypeError(
                 f"engine: expected prompts as lists of token ids, got {kind_of(prompts)}"
             )
@@ -312,7 +331,7 @@ class Engine:
         """A request that can be run. Raises what `add` raises."""
         config, ids = self.model.config, token_ids(prompt, "engine")
         check_prompt(ids, config.vocab_size, config.max_position_embeddings)
-        _check_adapter(self.model, adapter)
+        check_adapter(self.model, adapter)
         request = Request(
             next(self._ids),
             ids,
@@ -374,6 +393,8 @@ class Engine:
 
         An engine that is dropped, and the end of the process, do so too.
         """
+        if not is_number(seconds) or seconds < 0:
+            raise ValueError(f"engine: expected seconds at least 0, got {shown(seconds)}")
         if self._store is not None:
             self._store.close(seconds)
 
@@ -512,7 +533,7 @@ class Engine:
             self._roots.clear()
 
     def _join(self, request: Request) -> None:
-        _check_adapter(self.model, request.adapter)
+        check_adapter(self.model, request.adapter)
         request.epoch = self._epoch
         if (ending := request.end(self.model.config.max_position_embeddings)) is not None:
             self._end(request, ending)
@@ -576,7 +597,7 @@ class Engine:
     def _may_run(self, request: Request) -> bool:
         """Not where its adapter has been removed meanwhile: then it fails, alone."""
         try:
-            _check_adapter(self.model, request.adapter)
+            check_adapter(self.model, request.adapter)
         except LoraError as error:
             self._end(request, Failed(request.id, error))
             return False
@@ -648,7 +669,8 @@ class Engine:
                 self._messages.append(event.request_id)
 
 
-def _check_adapter(model: CausalModel, name: str | None) -> None:
+def check_adapter(model: CausalModel, name: str | None) -> None:
+    """Raise LoraError unless `name` is None or that of an adapter that the model has loaded."""
     if name is None:
         return
     adapters = getattr(model, "adapters", None)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from bitnet_ops.arguments import check_integer, shown
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.generate.constraint import Constraint
 from bitnet_ops.generate.sampling import Sampler, SamplingParams
@@ -57,9 +58,7 @@ def kind_of(value: object) -> str:
     """What `value` is, in words for a message."""
     if isinstance(value, Tensor):
         return f"a tensor {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    text = repr(value)
-    shown = text if len(text) <= 40 else text[:37] + "..."
-    return "None" if value is None else f"{shown} ({type(value).__name__})"
+    return "None" if value is None else f"{shown(value, 40)} ({type(value).__name__})"
 
 
 def check_prompt(ids: Sequence[int], vocab_size: int, max_positions: int) -> None:
@@ -89,10 +88,10 @@ class Limits:
     stop_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        n = self.max_new_tokens
-        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
-            raise ValueError(f"engine: expected max_new_tokens an integer at least 0, got {n!r}")
+        check_integer("engine: expected max_new_tokens", self.max_new_tokens, 0)
         try:
+            if isinstance(self.stop_ids, str | bytes):
+                raise TypeError
             object.__setattr__(self, "stop_ids", frozenset(map(operator.index, self.stop_ids)))
         except TypeError:
             raise TypeError(

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import ops
+from bitnet_ops.arguments import shown
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.models.step_batch import logit_rounds
 
@@ -121,19 +122,19 @@ def _check_number(
         # compared, not converted: an integer may be too large for a float
         if abs(value) <= sys.float_info.max and in_range(value):
             return
-    raise SamplingError(f"sampling: expected {name} {expected}, got {value!r}")
+    raise SamplingError(f"sampling: expected {name} {expected}, got {shown(value)}")
 
 
 def _check_integer(name: str, value: object, limit: int, expected: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < limit:
-        raise SamplingError(f"sampling: expected {name} {expected}, got {value!r}")
+        raise SamplingError(f"sampling: expected {name} {expected}, got {shown(value)}")
 
 
 def _checked_bias(given: object) -> dict[int, float]:
     """A copy, so that a later change of the caller's does not pass by the checks."""
     if not isinstance(given, Mapping):
         raise SamplingError(
-            f"sampling: expected logit_bias a mapping of token ids to numbers, got {given!r}"
+            f"sampling: expected logit_bias a mapping of token ids to numbers, got {shown(given)}"
         )
     for token, bias in given.items():
         _check_integer("logit_bias", token, 2**31, "with token ids that are integers at least 0")

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from bitnet_ops import machine
+from bitnet_ops.arguments import check_flag, check_integer, check_megabytes, is_number, shown
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.generate.request import Request
 from bitnet_ops.generate.speculation import StepCosts, propose
@@ -29,6 +30,7 @@ from bitnet_ops.nn.kv_config import bytes_of_block
 from bitnet_ops.nn.state_pool import slot_bytes
 
 _CHECKPOINTS = 32  # slots of states beside those of running requests
+_MOST_BLOCK_SIZE = 2**16  # 8 GiB of the largest models; 16 to 128 are usual
 _PREFIX_CACHE_MB = 256  # of an engine that nobody has told how much memory it may have
 
 
@@ -61,15 +63,15 @@ class SchedulerOptions:
             value = getattr(self, name)
             if name == "prefill_beside_decode" and value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"engine: expected {name} an integer above 0, got {value!r}")
+            check_integer(f"engine: expected {name}", value, 1)
         if self.max_sequences > self.token_budget:
             raise ValueError(
                 f"engine: expected max_sequences at most token_budget {self.token_budget}, got "
                 f"{self.max_sequences}: every running sequence has a token in every step"
             )
-        if not 0 <= self.watermark < 1:
-            raise ValueError(f"engine: expected watermark from 0 to 1, got {self.watermark!r}")
+        if not is_number(self.watermark) or not 0 <= self.watermark < 1:
+            raise ValueError(f"engine: expected watermark from 0 to 1, got {shown(self.watermark)}")
+        check_flag("engine: expected prefix_cache", self.prefix_cache)
 
 
 @dataclass(frozen=True)
@@ -485,10 +487,11 @@ def memory_sizes(
     max_sequences: int,
 ) -> MemorySizes:
     """How an engine divides its memory; see Engine. States have half of it at most."""
-    if kv_cache_mb is not None and not 0 < kv_cache_mb < math.inf:
-        raise ValueError(f"engine: expected kv_cache_mb above 0, got {kv_cache_mb!r}")
-    if prefix_cache_mb is not None and not 0 <= prefix_cache_mb < math.inf:
-        raise ValueError(f"engine: expected prefix_cache_mb at least 0, got {prefix_cache_mb!r}")
+    if kv_cache_mb is not None:
+        check_megabytes("engine: expected kv_cache_mb", kv_cache_mb)
+    if prefix_cache_mb is not None:
+        check_megabytes("engine: expected prefix_cache_mb", prefix_cache_mb, zero=True)
+    check_integer("engine: expected block_size", block_size, 1, _MOST_BLOCK_SIZE)
     block_bytes = bytes_of_block(config, block_size, kv_dtype)
     longest = -(-config.max_position_embeddings // block_size)
     budget = machine.cache_budget() if kv_cache_mb is None else int(kv_cache_mb * 2**20)

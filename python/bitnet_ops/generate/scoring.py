@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import ops
+from bitnet_ops.arguments import check_integer
 from bitnet_ops.generate.request import PromptError, check_prompt
 from bitnet_ops.generate.run import TokenLogprobs
 from bitnet_ops.models import Decoder
@@ -97,10 +98,8 @@ def embed_steps(
 ) -> Generator[None, None, Tensor]:
     """`embed`, which yields after each step of the model, for who has other work beside it."""
     config = model.config
-    if dimensions is not None and not 1 <= dimensions <= config.hidden_size:
-        raise ValueError(
-            f"embed: expected dimensions from 1 to {config.hidden_size}, got {dimensions}"
-        )
+    if dimensions is not None:
+        check_integer("embed: expected dimensions", dimensions, 1, config.hidden_size)
     for number, ids in enumerate(sequences, start=1):
         if not len(ids):
             raise ValueError(

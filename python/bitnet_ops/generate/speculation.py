@@ -15,6 +15,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from bitnet_ops.arguments import shown
+
 AUTO: Literal["auto"] = "auto"
 MOST_DRAFTS = 8  # of a step, for one request
 
@@ -183,5 +185,5 @@ class Acceptance:
 def check_drafts(value: object, expected: str) -> None:
     """Raise ValueError unless value is "auto" or a number of drafts; `expected` begins its text."""
     good = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    if not good and value != AUTO:
-        raise ValueError(f'{expected} "auto" or an integer at least 0, got {value!r}')
+    if not good and not (isinstance(value, str) and value == AUTO):
+        raise ValueError(f'{expected} "auto" or an integer at least 0, got {shown(value)}')

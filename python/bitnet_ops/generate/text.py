@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
+from bitnet_ops.arguments import shown
 from bitnet_ops.generate.request import Limits
 from bitnet_ops.generate.run import Generation, Run, Timing, TokenLogprobs
 from bitnet_ops.generate.sampling import SamplingParams
@@ -81,18 +82,18 @@ def parse_options(call: str, options: Mapping[str, Any], stop_ids: frozenset[int
     params = SamplingParams(**{name: options[name] for name in _SAMPLING if name in options})
     ignore_eos = options.get("ignore_eos", False)
     if not isinstance(ignore_eos, bool):
-        raise TypeError(f"{call}: expected ignore_eos True or False, got {ignore_eos!r}")
+        raise TypeError(f"{call}: expected ignore_eos True or False, got {shown(ignore_eos)}")
     limits = Limits(
         options.get("max_new_tokens", Limits.max_new_tokens),
         frozenset() if ignore_eos else stop_ids,
     )
     speculation = options.get("speculation", "off")
-    if speculation == "off":
+    if isinstance(speculation, str) and speculation == "off":
         speculation = 0
     check_drafts(speculation, f'{call}: expected speculation "off",')
     adapter = options.get("adapter")
     if adapter is not None and not isinstance(adapter, str):
-        raise TypeError(f"{call}: expected adapter as a name or None, got {adapter!r}")
+        raise TypeError(f"{call}: expected adapter as a name or None, got {shown(adapter)}")
     stop = _stop_texts(call, options.get("stop", ()))
     return Options(params, limits, stop, speculation, adapter)
 
@@ -100,9 +101,9 @@ def parse_options(call: str, options: Mapping[str, Any], stop_ids: frozenset[int
 def _stop_texts(call: str, stop: Any) -> tuple[str, ...]:
     texts = (stop,) if isinstance(stop, str) else stop
     if not isinstance(texts, Sequence) or not all(isinstance(s, str) for s in texts):
-        raise TypeError(f"{call}: expected stop as a text or a list of texts, got {stop!r}")
+        raise TypeError(f"{call}: expected stop as a text or a list of texts, got {shown(stop)}")
     if not all(texts):
-        raise ValueError(f"{call}: expected stop to be non-empty texts, got {stop!r}")
+        raise ValueError(f"{call}: expected stop to be non-empty texts, got {shown(stop)}")
     return tuple(texts)
 
 

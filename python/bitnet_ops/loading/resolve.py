@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from bitnet_ops.arguments import check_path
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.formats import gguf, sglbitnt
 from bitnet_ops.untrusted import printable
@@ -87,7 +88,7 @@ def resolve(
             "Hugging Face id would have to be converted)"
         )
     place = local_path(path)
-    if not place.exists():
+    if not os.path.exists(place):  # False for a name that is too long
         raise LoadError(f"load: expected a model at {place}, got no such file or directory")
     source, kind = _to_convert(place)
     if source is None:
@@ -143,7 +144,7 @@ def cache_directory(choice: str | os.PathLike[str] | None = None) -> Path:
             "not kept in files any more, and convert=False keeps conversions out of the cache"
         )
     if choice is not None:
-        return Path(choice)
+        return check_path("load: expected cache", choice)
     if given := os.environ.get(ENVIRONMENT):
         return Path(given)
     named = os.environ.get("XDG_CACHE_HOME", "")

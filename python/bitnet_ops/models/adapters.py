@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from bitnet_ops.arguments import shown
 from bitnet_ops.config import PROJECTIONS
 from bitnet_ops.memory.arena import Arena, aligned
 from bitnet_ops.models.composed import Side
@@ -96,27 +97,29 @@ class Adapters:
 
     def add(self, name: str | None, packed: PackedAdapter) -> None:
         """Raises LoraError for a name that is taken."""
-        if name in self._packed:
-            raise LoraError(f"lora: expected a new name, got {name!r}; remove that adapter first")
+        if not isinstance(name, str | None) or name in self._packed:
+            raise LoraError(
+                f"lora: expected a new name, got {shown(name)}; remove that adapter first"
+            )
         self._packed[name] = packed
         self.version += 1
 
     def remove(self, name: str | None) -> None:
         """Raises LoraError for a name that is unknown."""
-        if name not in self._packed:
+        if not isinstance(name, str | None) or name not in self._packed:
             raise self._unknown(name)
         del self._packed[name]
         self.version += 1
 
     def check(self, name: str | None) -> None:
         """Raise LoraError unless `name` is None or a loaded adapter's."""
-        if name is not None and name not in self._packed:
+        if name is not None and (not isinstance(name, str) or name not in self._packed):
             raise self._unknown(name)
 
     def _unknown(self, name: str | None) -> LoraError:
         known = ", ".join(repr(n) for n in self._packed if n is not None) or "none is loaded"
         return LoraError(
-            f"lora: expected the name of a loaded adapter ({known}), got {name!r}; "
+            f"lora: expected the name of a loaded adapter ({known}), got {shown(name)}; "
             "add_adapter loads one"
         )
 

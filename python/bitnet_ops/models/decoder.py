@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import ops
+from bitnet_ops.arguments import shown
 from bitnet_ops.config import ModelConfig, Rotation
 from bitnet_ops.models.adapters import Adapters, PackedAdapter, scaled
 from bitnet_ops.models.composed import Composed
@@ -429,10 +430,10 @@ def dtype_of(dtype: torch.dtype | str, who: str) -> torch.dtype:
     Raises ValueError unless it is float32 or bfloat16.
     """
     found = getattr(torch, dtype.removeprefix("torch."), dtype) if isinstance(dtype, str) else dtype
-    if found not in ACTIVATION_DTYPES:
+    if not isinstance(found, torch.dtype) or found not in ACTIVATION_DTYPES:
         raise ValueError(
-            f"{who}: expected dtype float32 or bfloat16, got {dtype}"
-            + ("; relu2 overflows float16" if found == torch.float16 else "")
+            f"{who}: expected dtype float32 or bfloat16, got {shown(dtype)}"
+            + ("; relu2 overflows float16" if found is torch.float16 else "")
         )
     return found
 

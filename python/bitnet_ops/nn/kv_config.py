@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from bitnet_ops.arguments import shown
 from bitnet_ops.config.hybrid import DeltaNet
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.nn.storage import DEFAULT_KV_TYPE, KV_TYPES
@@ -41,9 +42,9 @@ def kv_dtype_of(dtype: torch.dtype | str, who: str) -> torch.dtype:
     """The dtype of a cache, which may be given by its name; raise ValueError for another."""
     if isinstance(dtype, str):
         dtype = KV_DTYPES.get(dtype.removeprefix("torch."), dtype)
-    if isinstance(dtype, str) or dtype not in TYPE_OF:
+    if not isinstance(dtype, torch.dtype) or dtype not in TYPE_OF:
         *most, last = KV_DTYPES
-        raise ValueError(f"{who} {', '.join(most)} or {last}, got {dtype!r}")
+        raise ValueError(f"{who} {', '.join(most)} or {last}, got {shown(dtype)}")
     return dtype
 
 

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from bitnet_ops import ops
+from bitnet_ops.arguments import check_path
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.nn.linear import BitLinear
 from bitnet_ops.untrusted import (
@@ -117,7 +118,7 @@ def read_adapter(folder: str | os.PathLike[str]) -> Adapter:
     Raises LoraError for a missing or damaged file, any option beyond plain LoRA and rsLoRA (with
     rank and alpha patterns), and factors that are incomplete, misshapen or not finite.
     """
-    path = Path(folder)
+    path = check_path("lora: expected the folder of an adapter", folder)
     config = _read_config(path)
     _check_config(config)
     pairs = _read_factors(path)
@@ -133,12 +134,12 @@ def read_adapter(folder: str | os.PathLike[str]) -> Adapter:
 
 def _read_config(path: Path) -> dict[str, Any]:
     file = path / CONFIG_FILE
+    if not os.path.isfile(file):  # False for a name that is too long
+        _reject(f"a PEFT directory with {CONFIG_FILE}", path, "name the adapter's folder")
     try:
         check_links(path, [CONFIG_FILE, WEIGHTS_FILE])
     except UntrustedFileError as error:
         raise LoraError(f"lora: {error}") from None
-    if not file.is_file():
-        _reject(f"a PEFT directory with {CONFIG_FILE}", path, "name the adapter's folder")
     try:
         return read_json_object(file, limit=_CONFIG_LIMIT_BYTES)
     except UntrustedFileError as error:

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from bitnet_ops import _runtime
+from bitnet_ops.arguments import shown
 
 # Ternary weights ----------------------------------------------------------------------------------
 
@@ -117,6 +118,6 @@ KV_TYPES = {row.name: row for row in _KV}
 DEFAULT_KV_TYPE = "bfloat16"
 
 
-def _check(what: str, value: str, known: Collection[str]) -> None:
-    if value not in known:
-        raise ValueError(f"{what}: expected one of {', '.join(known)}, got {value!r}")
+def _check(what: str, value: object, known: Collection[str]) -> None:
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{what}: expected one of {', '.join(known)}, got {shown(value)}")
