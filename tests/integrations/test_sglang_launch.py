@@ -277,7 +277,7 @@ def test_a_hybrid_is_refused_before_anything_is_converted(installed, tmp_path, c
     assert main(["sglang", str(tmp_path), "--print", *words]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "sglang: expected a model whose layers all have attention, got qwen3_5_text" in line
-    assert "bitnet-ops generate or chat" in line
+    assert "bitnet-ops serve" in line
 
 
 def test_ranks_are_the_last_ones_named():
