@@ -35,6 +35,7 @@ from bitnet_ops.convert.hf_source import HfSource
 from bitnet_ops.convert.hybrid import gguf_keys
 from bitnet_ops.convert.inspect import inspect
 from bitnet_ops.convert.oracles import GgufOracle, PlainOracle
+from bitnet_ops.convert.quantize import quantize
 from bitnet_ops.convert.report import ConvertReport
 from bitnet_ops.formats.gguf import Reader as GgufReader
 from bitnet_ops.formats.sglbitnt import Reader
@@ -126,6 +127,49 @@ def compare(folder: Path, made: Hybrid, rounding: float) -> None:
         config = json.loads(json.dumps(reader.config))
     assert config["architectures"] == ["Qwen3_5ForCausalLM"]
     assert "text_config" not in config and "vision_config" not in config
+
+
+UNPACKED: dict[str, Callable[[Path, Hybrid], Path]] = {
+    "safetensors": partial(hybrids.write_unpacked, nested=True, dtype=torch.bfloat16),
+    "gguf": partial(hybrids.write_gguf, kind="BF16", gates="BF16"),
+}
+
+
+@pytest.mark.parametrize("form, name", [("safetensors", "plain"), ("safetensors", "plain-tied"),
+                                        ("gguf", "plain"), ("gguf", "rotated")])  # fmt: skip
+def test_ternary_values_in_bfloat16_convert_exactly(tmp_path: Path, form: str, name: str) -> None:
+    made = hybrids.make(name, layers=4)
+    for module, scales in made.scales.items():  # 8 bits, which float16 holds
+        made.scales[module] = torch.from_numpy(scales).bfloat16().half().numpy()
+    run(UNPACKED[form](tmp_path / "source", made), tmp_path / "out")
+    compare(tmp_path / "out", made, 2.0**-8)
+
+
+@pytest.mark.parametrize("form", UNPACKED)
+def test_a_rotated_model_whose_matrices_are_turned_back_is_rejected(
+    tmp_path: Path, form: str
+) -> None:
+    """What they stand for is not ternary; their mean magnitude would give noise."""
+    made = hybrids.make(Sizes(dim=128, block=128), layers=4)
+    if form == "gguf":
+        made = turned_back(made)
+    source = UNPACKED[form](tmp_path / "source", made)
+    with pytest.raises(ConvertError, match="the GGUF or the MLX package; .bitnet-ops quantize"):
+        run(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def turned_back(made: Hybrid) -> Hybrid:
+    """With the values that the matrices stand for as codes, all scales 1, and no rotation."""
+    codes = {module: made.values(module).astype(np.float32) for module in made.codes}
+    scales = {module: np.ones_like(scale) for module, scale in made.scales.items()}
+    return Hybrid(dataclasses.replace(made.sizes, block=0), codes, scales, made.dense)
+
+
+def test_a_hybrid_has_no_packed_form_of_transformers(tmp_path: Path) -> None:
+    source = hybrids.write_unpacked(tmp_path / "source", hybrids.make("rotated", layers=4))
+    with pytest.raises(ConvertError, match="layers of attention alone, got .*use --form bin"):
+        quantize(source, tmp_path / "out", form="packed", assume_trained=True)
 
 
 # Logits: the plain forward of --verify, and mistakes that it must be able to see ------------------

@@ -254,8 +254,9 @@ def test_options_of_an_engine_are_checked(options: dict[str, Any], message: str)
 
 
 def test_a_model_without_step_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"engine: expected a model with config and step\(batch"):
-        Engine(object())  # type: ignore[arg-type]
+    for wrong in (object(), Counting):  # a class instead of one of its models
+        with pytest.raises(TypeError, match=r"expected a model with config and step\(batch"):
+            Engine(wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a model with identity.* leave out prefix_dir"):
         Engine(Counting(), prefix_dir="x")
 

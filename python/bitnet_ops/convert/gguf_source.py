@@ -194,6 +194,7 @@ class GgufSource(Source):
             exact_scale=self.exact_scales.get(info.name),
             order=self.row_order(name),
             assume_online=self._assume_online,
+            remedy=_MASTERS if self.plan.config.delta_net is None else hybrid.NOT_TERNARY,
         )
         net, columns = self.plan.config.delta_net, self._column_order(name)
         if net is None or columns is None:
@@ -322,6 +323,7 @@ def _kinds(specs: dict[str, TensorSpec], infos: dict[str, TensorInfo]) -> str:
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Embeddings and heads of these types are stored dense, in the dtype of their scales.
+_MASTERS = "if these are masters trained to be ternary, convert with --assume-online"
 PACKED_DENSE = ("Q2_0", "Q2_0_128", "PQ2_0", "PTQ1_0")
 _CODES = {"code_3": "code-3", "scale": "bad-scale", "row_length": "gguf-row-length"}
 _CHUNK_ELEMS = 1 << 22
@@ -337,16 +339,18 @@ def ternary(
     exact_scale: float | None = None,
     order: np.ndarray[Any, np.dtype[np.int64]] | None = None,
     assume_online: bool = False,
+    remedy: str = _MASTERS,
 ) -> Ternary:
     """The projection `info`.
 
     `factor`: of a `.scale` tensor beside it. `exact_scale`: the float32 scale that the file's
     writer has left beside TQ blocks, whose own scale is float16. `order`: the stored row that
-    becomes each row. `assume_online`: dense masters may be ternarised by absmean.
+    becomes each row. `assume_online`: dense masters may be ternarised by absmean; `remedy`: where
+    they may not.
     """
     n, k = info.shape
     if info.type.name in DENSE:
-        found = _from_dense(info, dense(reader, info), assume_online)
+        found = _from_dense(info, dense(reader, info), assume_online, remedy)
     elif info.type.name in layouts.TERNARY_TYPES:
         found = _from_layout(reader, info, i2s_layout, exact_scale)
     else:
@@ -420,7 +424,7 @@ def _hint(info: TensorInfo) -> str:
     return "the file is damaged"
 
 
-def _from_dense(info: TensorInfo, tensor: Tensor, assume_online: bool) -> Ternary:
+def _from_dense(info: TensorInfo, tensor: Tensor, assume_online: bool, remedy: str) -> Ternary:
     """Values code * scale, exactly; or masters, if the caller says so."""
     check_finite(info.name, tensor)
     scale = float(tensor.abs().max())
@@ -441,7 +445,7 @@ def _from_dense(info: TensorInfo, tensor: Tensor, assume_online: bool) -> Ternar
             "gguf-not-ternary",
             f"{info.name} with one magnitude beside zero, of the matrix, a row or a group of 128",
             f"other values, as {info.type.name}",
-            "if these are masters trained to be ternary, convert with --assume-online",
+            remedy,
         )
     codes, absmean = ops.quantize_weights(tensor)
     return Ternary(ops.pack(codes), absmean, "dense masters were ternarised by absmean")

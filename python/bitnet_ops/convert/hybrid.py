@@ -36,6 +36,11 @@ _FLOAT32 = ("in_proj_a.weight", "in_proj_b.weight", "conv1d.weight", "A_log", "d
 CONVOLUTION, GATED_NORM = "linear_attn.conv1d.weight", "linear_attn.norm.weight"
 PROJECTIONS = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.out_proj")
 _PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
+# where matrices are of other values: what rotated models were before they were rotated
+NOT_TERNARY = (
+    "rotated models are ternary in their packed files alone: convert the GGUF or the MLX package; "
+    "`bitnet-ops quantize` rounds the weights of a model that was trained to be ternary otherwise"
+)
 TOWER, DRAFTS = "a tower for images", "layers that draft tokens"
 _TOWER = ("model.visual.", "visual.", "vision_tower.")
 _DRAFTS = ("mtp.", "model.mtp.")

@@ -35,7 +35,7 @@ from bitnet_ops.config.scheme import (
 )
 from bitnet_ops.convert.checkpoint import TensorRecord
 from bitnet_ops.convert.errors import ConvertError, listed, reject
-from bitnet_ops.convert.hybrid import left_out, own_name, stored_shapes
+from bitnet_ops.convert.hybrid import NOT_TERNARY, left_out, own_name, stored_shapes
 from bitnet_ops.convert.source import EMBEDDING, HEAD, Plan, model_of
 from bitnet_ops.models import TensorSpec, expected_tensors
 from bitnet_ops.untrusted.patterns import PatternError, matches
@@ -100,7 +100,8 @@ def make_plan(
             looks_ternary=_asked(config, tensors, looks_ternary),
         )
     except SchemeError as error:
-        reject(error.code, error.expected, error.found, error.remedy)
+        hybrid = family is not None and family.hybrid and error.code == "no-quantization-config"
+        reject(error.code, error.expected, error.found, NOT_TERNARY if hybrid else error.remedy)
     shown = {**naming.found, **(found or {})}
     model = model_of({**config, PRIVATE_BLOCK: shown} if shown else config)
     records = {here: tensors[stored] for here, stored in naming.stored.items()}

@@ -186,6 +186,9 @@ def _statistics(source: HfSource, progress: Progress | None) -> MastersStatistic
 
 def _write_packed(source: HfSource, folder: Path, progress: Progress | None) -> None:
     plan, checkpoint = source.plan, source.checkpoint
+    if plan.config.delta_net is not None:
+        found = "layers of Gated DeltaNet, whose tensors are turned here"
+        reject("packed-form", "layers of attention alone", found, "use --form bin")
     if plan.renamed or not plan.config.as_transformers:
         found = "norms that transformers' class of this architecture does not have"
         reject("packed-form", "an architecture of transformers", found, "use --form bin")

@@ -146,7 +146,7 @@ class Engine:
         prefix_dir_mb: float = 4096,
     ) -> None:
         kv_dtype = kv_dtype_of(kv_dtype, "engine: expected kv_dtype")
-        if not callable(getattr(model, "step", None)):
+        if not callable(getattr(model, "step", None)) or not hasattr(model, "config"):
             raise TypeError(
                 "engine: expected a model with config and step(batch, pool), got "
                 f"{kind_of(model)}; models.build makes one"
