@@ -93,7 +93,7 @@ BITNET_LIBRARY(m) {
   m.def(
       "paged_attention(Tensor query, Tensor key_pool, Tensor value_pool, Tensor query_start_loc, "
       "Tensor seq_lens, Tensor block_table, float scale, Tensor? key_scale=None, Tensor? "
-      "value_scale=None, str layout=\"rows\", int window=0) -> Tensor");
+      "value_scale=None, str layout=\"rows\", int window=0, str policy=\"\") -> Tensor");
   // writes key, value F [tokens, KV, D] into slot_mapping [tokens] of such pools, slot = block *
   //   block_size + position (mutated)
   m.def(

@@ -28,9 +28,12 @@ int64_t chunks_of(int64_t positions) { return (positions + kAttentionChunk - 1) 
 int64_t attention_work(const AttentionShape& shape, const Sequences& sequences) {
   int64_t positions = 0;
   for (int64_t s = 0; s < sequences.count; ++s) {
-    const int64_t length = sequences.lengths[s];
-    positions +=
-        (shape.window == 0 ? length : std::min(length, shape.window)) * sequences.tokens(s);
+    const AttentionPolicy& p = shape.policy;
+    int64_t seen = sequences.lengths[s];
+    if (p.window != 0)  // not p.window + p.sinks, which could overflow
+      seen = std::min(seen, std::min(p.window, seen) + std::min(p.sinks, seen) +
+                                (p.stride == 0 ? 0 : seen / p.stride));
+    positions += seen * sequences.tokens(s);
   }
   return positions * shape.heads * shape.dim;
 }
@@ -65,20 +68,27 @@ void AttentionPlan::choose_block_tokens(int64_t threads) {
 
 void AttentionPlan::make_groups() {
   groups_.clear();
+  pieces_.clear();
   most_rows_ = 0;
   int64_t longest = 0;
   for (int64_t s = 0; s < sequences_.count; ++s) {
-    const int64_t tokens = sequences_.tokens(s), first = sequences_.query_start[s];
-    const int64_t start = sequences_.start(s);
+    const int64_t tokens = sequences_.tokens(s), start = sequences_.start(s);
     if (tokens > 0) longest = std::max(longest, sequences_.lengths[s]);
-    for (int64_t h = 0; h < shape_.kv_heads; ++h) {
-      for (int64_t t = 0; t < tokens; t += block_tokens_) {
-        const int64_t count = std::min(block_tokens_, tokens - t), position = start + t;
-        const int64_t chunk = first_seen(position) / kAttentionChunk;
-        groups_.push_back(
-            {s, h, first + t, count, position, chunk, chunks_of(position + count) - chunk});
-        most_rows_ = std::max(most_rows_, count * rows_per_token_);
+    for (int64_t t = 0, count = 0; t < tokens; t += count) {
+      const int64_t position = start + t;
+      count = std::min(block_tokens_, tokens - t);
+      // tokens that see all and those that do not read other pieces
+      for (int64_t i = 1; shape_.policy.sinks > 0 && i < count; ++i) {
+        if (sees_all(position + i) != sees_all(position)) count = i;
       }
+      const auto first_piece = static_cast<int64_t>(pieces_.size());
+      add_pieces(position, count);
+      const int64_t pieces = static_cast<int64_t>(pieces_.size()) - first_piece;
+      for (int64_t h = 0; h < shape_.kv_heads; ++h) {
+        groups_.push_back(
+            {s, h, sequences_.query_start[s] + t, count, position, first_piece, pieces});
+      }
+      most_rows_ = std::max(most_rows_, count * rows_per_token_);
     }
   }
   const CachePool& pool = shape_.pool;
@@ -90,8 +100,32 @@ void AttentionPlan::make_groups() {
   gathers_ = !in_place && (!whole_chunks || !evenly_strided_);
 }
 
+// What `tokens` tokens from `position` on read; with sinks either all of them see all, or none
+// does.
+void AttentionPlan::add_pieces(int64_t position, int64_t tokens) {
+  const AttentionPolicy& policy = shape_.policy;
+  const bool all = sees_all(position + tokens - 1);
+  const int64_t end = chunks_of(position + tokens);
+  const int64_t window = all ? 0 : first_seen(position) / kAttentionChunk;
+  const auto add = [this](int64_t chunk, Piece::Kind kind) {
+    pieces_.push_back({static_cast<int32_t>(chunk), kind});
+  };
+  const auto whole = [&](int64_t chunk) {
+    return all || (policy.stride != 0 && chunk % policy.stride == 0);
+  };
+  const bool skips = policy.sinks == 0 && policy.stride == 0;
+  for (int64_t c = skips ? window : 0; c < end; ++c) {
+    if (whole(c)) {
+      add(c, Piece::kAll);
+      continue;
+    }
+    if (c * kAttentionChunk < policy.sinks) add(c, Piece::kSinks);
+    if (c >= window) add(c, Piece::kWindow);
+  }
+}
+
 int64_t AttentionPlan::cost_of(const Group& group) const {
-  return group.chunks * (rows_of(group) + kReadingRows);
+  return group.pieces * (rows_of(group) + kReadingRows);
 }
 
 void AttentionPlan::make_tasks(int64_t threads) {
@@ -101,16 +135,16 @@ void AttentionPlan::make_tasks(int64_t threads) {
   for (const Group& group : groups_) cost += cost_of(group);
   for (size_t g = 0; g < groups_.size(); ++g) {
     Group& group = groups_[g];
-    const int64_t floats = group.chunks * rows_of(group) * state_floats();
-    if (group.chunks == 1 || cost_of(group) * kGroupsPerThread * threads <= cost ||
+    const int64_t floats = group.pieces * rows_of(group) * state_floats();
+    if (group.pieces == 1 || cost_of(group) * kGroupsPerThread * threads <= cost ||
         states_floats_ + floats > kMostSplitFloats) {
       continue;
     }
     group.counter = split_groups_++;
     group.states = states_floats_;
     states_floats_ += floats;
-    for (int64_t c = group.first_chunk; c < group.end_chunk(); ++c) {
-      tasks_.push_back({static_cast<int32_t>(g), static_cast<int32_t>(c)});
+    for (int64_t i = 0; i < group.pieces; ++i) {
+      tasks_.push_back({static_cast<int32_t>(g), static_cast<int32_t>(i)});
     }
   }
   split_tasks_ = tasks();
@@ -198,24 +232,26 @@ bool AttentionPlan::lies_in_place(int64_t begin, int64_t positions) const {
 
 // A hint for prefetching: rows that have to be put together first are fetched by that copy.
 const void* AttentionPlan::keys_in_place(const CachePool& pool, const Next& next) const {
-  const int64_t begin = next.chunk * kAttentionChunk;
-  if (next.group == nullptr || !lies_in_place(begin, positions_of(*next.group, next.chunk))) {
+  const int64_t begin = next.piece.begin();
+  if (next.group == nullptr || !lies_in_place(begin, positions_of(*next.group, next.piece))) {
     return nullptr;
   }
   const int64_t block = sequences_.blocks(next.group->sequence)[begin / pool.block_size];
   return pool.keys.at(block, begin % pool.block_size, next.group->kv_head);
 }
 
-int64_t AttentionPlan::positions_of(const Group& group, int64_t chunk) const {
-  return std::min(kAttentionChunk, group.position + group.tokens - chunk * kAttentionChunk);
+int64_t AttentionPlan::positions_of(const Group& group, const Piece& piece) const {
+  const int64_t end =
+      piece.kind == Piece::kSinks ? shape_.policy.sinks : group.position + group.tokens;
+  return std::min(kAttentionChunk, end - piece.begin());
 }
 
 // Those behind the last position stay null, and so do those that the group sees nothing of.
 void AttentionPlan::find_panels(const CachePool& pool, const PoolView& view, const Group& group,
-                                int64_t chunk, const void* (&panels)[kChunkPanels]) const {
+                                const Piece& piece, const void* (&panels)[kChunkPanels]) const {
   const int64_t* blocks = sequences_.blocks(group.sequence);
-  const int64_t begin = chunk * kAttentionChunk, positions = positions_of(group, chunk);
-  for (int64_t i = hidden_in(group, chunk) / kPanelPositions; i * kPanelPositions < positions;
+  const int64_t begin = piece.begin(), positions = positions_of(group, piece);
+  for (int64_t i = hidden_in(group, piece) / kPanelPositions; i * kPanelPositions < positions;
        ++i) {
     const int64_t at = begin + i * kPanelPositions;
     panels[i] = view.at(blocks[at / pool.block_size], at % pool.block_size, group.kv_head);
@@ -223,9 +259,9 @@ void AttentionPlan::find_panels(const CachePool& pool, const PoolView& view, con
 }
 
 // The rows where they are if they follow each other at equal distances, else copies in `memory`.
-AttentionPlan::ChunkRows AttentionPlan::rows_of_chunk(const CachePool& pool, const Group& group,
-                                                      int64_t begin, int64_t positions,
-                                                      float* memory) const {
+AttentionPlan::ChunkRows AttentionPlan::rows_of_piece(const CachePool& pool, const Group& group,
+                                                      const Piece& piece, float* memory) const {
+  const int64_t begin = piece.begin(), positions = positions_of(group, piece);
   const int64_t* blocks = sequences_.blocks(group.sequence);
   const int64_t head = group.kv_head, row_bytes = pool.row_bytes();
   const auto floats = [](const char* p) { return reinterpret_cast<const float*>(p); };
@@ -241,8 +277,7 @@ AttentionPlan::ChunkRows AttentionPlan::rows_of_chunk(const CachePool& pool, con
   auto* keys = reinterpret_cast<char*>(value_scale + kAttentionChunk);
   char* values = keys + 4 * attention_padded((kAttentionChunk * row_bytes + 3) / 4);
   const bool rows = !pool.in_panels();
-  const int64_t hidden = hidden_in(group, begin / kAttentionChunk);
-  for (int64_t i = hidden; i < positions && (rows || pool.scaled()); ++i) {
+  for (int64_t i = hidden_in(group, piece); i < positions && (rows || pool.scaled()); ++i) {
     const int64_t block = blocks[(begin + i) / pool.block_size];
     const int64_t at = (begin + i) % pool.block_size;
     if (rows) {
@@ -258,39 +293,49 @@ AttentionPlan::ChunkRows AttentionPlan::rows_of_chunk(const CachePool& pool, con
   return {keys, values, row_bytes, key_scale, value_scale};
 }
 
+// Of the window.
 int64_t AttentionPlan::first_seen(int64_t position) const {
-  return shape_.window == 0 ? 0 : std::max<int64_t>(0, position - shape_.window + 1);
+  return shape_.policy.window == 0 ? 0 : std::max<int64_t>(0, position - shape_.policy.window + 1);
+}
+
+// Whether nothing lies between sinks and window. Such tokens read whole chunks, as without a
+// policy.
+bool AttentionPlan::sees_all(int64_t position) const {
+  return first_seen(position) <= shape_.policy.sinks;
 }
 
 // Positions of the chunk that no row of the group sees, since they lie before all windows.
-int64_t AttentionPlan::hidden_in(const Group& group, int64_t chunk) const {
-  return std::max<int64_t>(0, first_seen(group.position) - chunk * kAttentionChunk);
+int64_t AttentionPlan::hidden_in(const Group& group, const Piece& piece) const {
+  if (piece.kind != Piece::kWindow) return 0;
+  return std::max<int64_t>(0, first_seen(group.position) - piece.begin());
 }
 
 // Rows whose token stands before the chunk: it shows them nothing.
-int64_t AttentionPlan::rows_before(const Group& group, int64_t chunk) const {
-  return std::max<int64_t>(0, chunk * kAttentionChunk - group.position) * rows_per_token_;
+int64_t AttentionPlan::rows_before(const Group& group, const Piece& piece) const {
+  return std::max<int64_t>(0, piece.begin() - group.position) * rows_per_token_;
 }
 
 // Rows whose window does not begin behind the chunk.
-int64_t AttentionPlan::rows_up_to(const Group& group, int64_t chunk) const {
-  if (shape_.window == 0 || shape_.window >= group.position + group.tokens) return rows_of(group);
-  const int64_t last = (chunk + 1) * kAttentionChunk + shape_.window - 2;  // a token that sees it
+int64_t AttentionPlan::rows_up_to(const Group& group, const Piece& piece) const {
+  const int64_t window = shape_.policy.window;
+  if (piece.kind != Piece::kWindow || window >= group.position + group.tokens)
+    return rows_of(group);
+  const int64_t last = piece.begin() + kAttentionChunk + window - 2;  // a token that sees it
   return std::min(group.tokens, last - group.position + 1) * rows_per_token_;
 }
 
-// States of the rows that see any of the chunk: [rows_before, rows_up_to).
+// States of the rows that see any of the piece: [rows_before, rows_up_to).
 void AttentionPlan::attend(const KernelTable& table, const AttentionBuffers& buffers,
-                           const Group& group, int64_t chunk, const Next& next, const Query& query,
-                           float* own, float* states) const {
-  const int64_t begin = chunk * kAttentionChunk;
-  const int64_t skipped = rows_before(group, chunk);
-  const int64_t positions = positions_of(group, chunk);
-  const ChunkRows rows = rows_of_chunk(buffers.pool, group, begin, positions, gathered_at(own));
+                           const Group& group, const Piece& piece, const Next& next,
+                           const Query& query, float* own, float* states) const {
+  const int64_t begin = piece.begin();
+  const int64_t skipped = rows_before(group, piece);
+  const int64_t positions = positions_of(group, piece);
+  const ChunkRows rows = rows_of_piece(buffers.pool, group, piece, gathered_at(own));
   const bool int8 = shape_.pool.scaled();
-  AttentionChunk piece = {
+  AttentionChunk chunk = {
       .query = int8 ? nullptr : query.rows + skipped * shape_.dim,
-      .rows = rows_up_to(group, chunk) - skipped,
+      .rows = rows_up_to(group, piece) - skipped,
       .dim = shape_.dim,
       .rows_per_token = rows_per_token_,
       .type = shape_.pool.type,
@@ -307,25 +352,28 @@ void AttentionPlan::attend(const KernelTable& table, const AttentionBuffers& buf
                    : Int8Attention{},
       .layout = shape_.pool.layout,
   };
-  if (shape_.window != 0) piece.first_hidden = piece.first_visible - shape_.window;
+  if (piece.kind == Piece::kWindow) chunk.first_hidden = chunk.first_visible - shape_.policy.window;
   if (shape_.pool.in_panels()) {
     const CachePool& pool = buffers.pool;
-    find_panels(pool, pool.keys, group, chunk, piece.panels.keys);
-    find_panels(pool, pool.values, group, chunk, piece.panels.values);
+    find_panels(pool, pool.keys, group, piece, chunk.panels.keys);
+    find_panels(pool, pool.values, group, piece, chunk.panels.values);
     if (next.group != nullptr) {
-      find_panels(pool, pool.keys, *next.group, next.chunk, piece.panels.next_keys);
-      find_panels(pool, pool.values, *next.group, next.chunk, piece.panels.next_values);
+      find_panels(pool, pool.keys, *next.group, next.piece, chunk.panels.next_keys);
+      find_panels(pool, pool.values, *next.group, next.piece, chunk.panels.next_values);
     }
   }
-  table.attend_chunk(piece, scratch_at(own), states + skipped * state_floats());
+  table.attend_chunk(chunk, scratch_at(own), states + skipped * state_floats());
 }
 
-// The states of a chunk into those of all chunks before it; of rows that see none of these, the
-// last ones, they are the first.
-void AttentionPlan::merge(const KernelTable& table, const Group& group, int64_t chunk,
+// The states of a piece into those of all pieces before it; of rows that see none of these, the
+// last ones, they are the first. Of pieces other than those of windows all rows see the first.
+void AttentionPlan::merge(const KernelTable& table, const Group& group, int64_t piece,
                           const float* later, float* states) const {
-  const int64_t begin = rows_before(group, chunk), end = rows_up_to(group, chunk);
-  const int64_t others = std::clamp(rows_up_to(group, chunk - 1), begin, end);
+  const Piece& now = piece_of(group, piece);
+  const int64_t begin = rows_before(group, now), end = rows_up_to(group, now);
+  const int64_t others = piece_of(group, 0).kind == Piece::kWindow
+                             ? std::clamp(rows_up_to(group, piece_of(group, piece - 1)), begin, end)
+                             : end;
   const int64_t at = begin * state_floats(), first = others * state_floats();
   table.merge_attention(others - begin, shape_.dim, later + at, states + at);
   std::copy(later + first, later + end * state_floats(), states + first);
@@ -334,7 +382,7 @@ void AttentionPlan::merge(const KernelTable& table, const Group& group, int64_t 
 void AttentionPlan::prepare(float* shared) const {
   auto* left = reinterpret_cast<int32_t*>(shared);
   for (const Group& group : groups_) {
-    if (group.counter >= 0) left[group.counter] = static_cast<int32_t>(group.chunks);
+    if (group.counter >= 0) left[group.counter] = static_cast<int32_t>(group.pieces);
   }
 }
 
@@ -357,24 +405,23 @@ void AttentionPlan::run(const KernelTable& table, const AttentionBuffers& buffer
 
 void AttentionPlan::run_chunk(const KernelTable& table, const AttentionBuffers& buffers,
                               int64_t task, const Query& query, float* shared, float* own) const {
-  const auto [g, chunk] = tasks_[static_cast<size_t>(task)];
+  const auto [g, piece] = tasks_[static_cast<size_t>(task)];
   const Group& group = groups_[static_cast<size_t>(g)];
   Next next;
   if (task + 1 < split_tasks_) {
     const Task after = tasks_[static_cast<size_t>(task + 1)];
-    next = {&groups_[static_cast<size_t>(after.group)], after.chunk};
+    const Group& group_after = groups_[static_cast<size_t>(after.group)];
+    next = {&group_after, piece_of(group_after, after.piece)};
   }
-  const int64_t chunk_floats = rows_of(group) * state_floats();
+  const int64_t piece_floats = rows_of(group) * state_floats();
   float* states = shared + counter_floats() + group.states;
-  const auto states_of = [&](int64_t c) { return states + (c - group.first_chunk) * chunk_floats; };
-  attend(table, buffers, group, chunk, next, query, own, states_of(chunk));
+  const auto states_of = [&](int64_t i) { return states + i * piece_floats; };
+  attend(table, buffers, group, piece_of(group, piece), next, query, own, states_of(piece));
   // acq_rel: the last one sees what the others wrote.
   std::atomic_ref<int32_t> left(reinterpret_cast<int32_t*>(shared)[group.counter]);
   if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  left.store(static_cast<int32_t>(group.chunks), std::memory_order_relaxed);
-  for (int64_t c = group.first_chunk + 1; c < group.end_chunk(); ++c) {
-    merge(table, group, c, states_of(c), states);
-  }
+  left.store(static_cast<int32_t>(group.pieces), std::memory_order_relaxed);
+  for (int64_t i = 1; i < group.pieces; ++i) merge(table, group, i, states_of(i), states);
   store_out(table, buffers, group, states, row_at(own));
 }
 
@@ -382,10 +429,10 @@ void AttentionPlan::run_group(const KernelTable& table, const AttentionBuffers& 
                               const Group& group, const Query& query, float* own) const {
   float* states = scratch_at(own) + attention_scratch_floats(most_rows_, shape_.dim);
   float* later = states + rows_of(group) * state_floats();
-  for (int64_t c = group.first_chunk; c < group.end_chunk(); ++c) {
-    const Next next = c + 1 == group.end_chunk() ? Next{} : Next{&group, c + 1};
-    attend(table, buffers, group, c, next, query, own, c == group.first_chunk ? states : later);
-    if (c > group.first_chunk) merge(table, group, c, later, states);
+  for (int64_t i = 0; i < group.pieces; ++i) {
+    const Next next = i + 1 == group.pieces ? Next{} : Next{&group, piece_of(group, i + 1)};
+    attend(table, buffers, group, piece_of(group, i), next, query, own, i == 0 ? states : later);
+    if (i > 0) merge(table, group, i, later, states);
   }
   store_out(table, buffers, group, states, row_at(own));
 }

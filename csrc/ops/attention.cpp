@@ -19,6 +19,22 @@ void check_heads(const Check& check, int64_t heads, int64_t kv_heads, double sca
   if (!std::isfinite(scale)) check.fail("scale", "finite", std::to_string(scale));
 }
 
+// `text`: as the keys of a program's line say it; or the window alone.
+engine::AttentionPolicy policy_of(const Check& check, const std::string& text, int64_t window) {
+  if (text.empty()) return {.window = window};
+  if (window != 0) check.fail("window", "0 where policy says it", std::to_string(window));
+  try {
+    const std::vector<engine::Line> lines = engine::parse_listing("policy " + text);
+    if (lines.size() != 1) check.fail("policy", "of one line", std::to_string(lines.size()));
+    engine::Keys keys(lines[0]);
+    const engine::AttentionPolicy policy = engine::read_policy(keys);
+    keys.finish();
+    return policy;
+  } catch (const engine::ProgramError& error) {
+    throw std::runtime_error(std::string("paged_attention: ") + error.what());
+  }
+}
+
 }  // namespace
 
 void paged_cache_update(Tensor key_pool, Tensor value_pool, const Tensor& key_in,
@@ -50,7 +66,8 @@ void paged_cache_update(Tensor key_pool, Tensor value_pool, const Tensor& key_in
 Tensor paged_attention(const Tensor& query_in, const Tensor& key_pool, const Tensor& value_pool,
                        const Tensor& query_start_loc, const Tensor& seq_lens,
                        const Tensor& block_table, double scale, std::optional<Tensor> key_scale,
-                       std::optional<Tensor> value_scale, std::string layout_name, int64_t window) {
+                       std::optional<Tensor> value_scale, std::string layout_name, int64_t window,
+                       std::string policy_text) {
   const Check check("paged_attention");
   check_pool(check, key_pool, value_pool, kPaged);
   const CacheLayout layout = check_layout(check, key_pool, value_pool, layout_name, kPaged);
@@ -62,6 +79,7 @@ Tensor paged_attention(const Tensor& query_in, const Tensor& key_pool, const Ten
   check.shape(query_in, "query", {tokens, heads, dim});
   check_heads(check, heads, kv_heads, scale);
   check_window(check, window, "window");
+  const engine::AttentionPolicy policy = policy_of(check, policy_text, window);
   PagedBatch sequences;
   sequences.set(check, query_start_loc, seq_lens, block_table, tokens, key_pool.size(0),
                 key_pool.size(1));
@@ -70,7 +88,7 @@ Tensor paged_attention(const Tensor& query_in, const Tensor& key_pool, const Ten
   if (query.numel() == 0) return out;
   const engine::CachePool pool =
       pool_view(key_pool, value_pool, key_scale, value_scale, kPaged, 0, layout);
-  engine::attend({heads, kv_heads, dim, dtype_of(query), static_cast<float>(scale), pool, window},
+  engine::attend({heads, kv_heads, dim, dtype_of(query), static_cast<float>(scale), pool, policy},
                  sequences.view(), {query.const_data_ptr(), out.mutable_data_ptr(), pool});
   return out;
 }

@@ -4,7 +4,7 @@
 //   heads kv_heads head_dim
 //   rope                   the name of a line `rope`, which turns the first features of a head
 //   scale                  multiplies the scores; left out: 1 / sqrt(head_dim)
-//   window                 a token sees so many positions, itself included; 0, the default: all
+//   window sinks stride    what a token sees: engine/attention_policy.h
 //   output_gate            1: of each head q's rows are those of the query, then of a gate, whose
 //                          sigmoid multiplies what attention gives; 0, the default: no gate
 //   q_norm k_norm          norms of every query and key head, before rotation
@@ -54,7 +54,7 @@ AttentionBlock::AttentionBlock(Binding& b) {
   rope_dim = b.program.ropes()[static_cast<size_t>(rope)].dim;
   query_step = b.keys.integer("output_gate", 0, 1, 0) == 1 ? 2 * dim : dim;
   const float scale = b.keys.number("scale", 1.0f / std::sqrt(static_cast<float>(dim)));
-  const int64_t window = b.keys.integer("window", 0, INT64_MAX, 0);
+  const AttentionPolicy policy = read_policy(b.keys);
   const int64_t query = heads * dim, kv = kv_heads * dim;
   norm_ = b.norm("norm", s.hidden, s.eps);
   b.linear("q", heads * query_step, s.hidden, q_);
@@ -69,7 +69,7 @@ AttentionBlock::AttentionBlock(Binding& b) {
   out_format_ = b.input_of({&o_});
   b.needs.row = std::max({b.needs.row, 2 * dim, query + dim});
   layer = b.program.add_attention(b.keys, kv_heads, dim);
-  kind = b.program.attention_kind({heads, scale, window, 1});
+  kind = b.program.attention_kind({heads, scale, policy, 1});
 }
 
 // Unit: a token and a query head, or a token and a key/value head, which also enters the cache;

@@ -76,7 +76,7 @@ AttentionShape shape_of(const Step& s, const AttentionKind& kind) {
           DType::kF32,
           kind.scale,
           s.batch.pool.first,
-          kind.window};
+          kind.policy};
 }
 
 // Threads worth a region: each stage should be worth a barrier.

@@ -16,6 +16,7 @@
 #include <string_view>
 #include <vector>
 
+#include "engine/attention_policy.h"
 #include "engine/delta_net.h"
 #include "engine/fused.h"
 #include "engine/head.h"
@@ -88,7 +89,8 @@ struct NamedRope {
 struct AttentionKind {
   int64_t heads;
   float scale;
-  int64_t window, layers;  // how many blocks are of it
+  AttentionPolicy policy;
+  int64_t layers;  // how many blocks are of it
 };
 
 // A ternary projection with what belongs to it.

@@ -146,12 +146,12 @@ class PagedPool:
         ops.paged_cache_update(*pools, key, value, slots, *scales, self.layout)
 
     def attend(
-        self, layer: int, query: Tensor, batch: Attended, scale: float, window: int = 0
+        self, layer: int, query: Tensor, batch: Attended, scale: float, policy: str = ""
     ) -> Tensor:
         """`ops.paged_attention` of one layer: query F [tokens, H, D] -> F [tokens, H, D]."""
         pools, scales = self._layer(layer)
         where = batch.query_start_loc, batch.seq_lens, batch.block_table
-        return ops.paged_attention(query, *pools, *where, scale, *scales, self.layout, window)
+        return ops.paged_attention(query, *pools, *where, scale, *scales, self.layout, 0, policy)
 
 
 def attend_rectangular(

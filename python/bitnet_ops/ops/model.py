@@ -120,6 +120,7 @@ def paged_attention(
     value_scale: Tensor | None = None,
     layout: str = "rows",
     window: int = 0,
+    policy: str = "",
 ) -> Tensor:
     """Causal grouped-query attention of any sequences' new tokens over a pool of blocks.
 
@@ -160,11 +161,13 @@ def paged_attention(
             block_size and D are multiples of 16.
         window: of a sliding window, how many positions a token sees, itself included; 0: all.
             Blocks that lie wholly before it are not read, though the table has to name some.
+        policy: what a token sees, as the keys of an attention block say it
+            (docs/reference/program.md), such as "window=256 sinks=4"; window is 0 then.
     Returns:
         query.dtype [tokens, H, D].
     Raises:
         RuntimeError: a wrong dtype or shape, H not a multiple of KV, a block outside the pool, a
-            table too narrow for a length, a negative window.
+            table too narrow for a length, a negative window, a policy that is none.
     Source: Vaswani et al. 2017; GQA, arXiv 2305.13245; windows as in Mistral 7B, arXiv 2310.06825;
         PagedAttention, arXiv 2309.06180; names as in vLLM.
     """
