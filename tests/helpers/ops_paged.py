@@ -254,7 +254,7 @@ _PAGED_ATTENTION_REJECTIONS: Rejections = [
     ),
     (
         {"seq_lens": value(torch.tensor([7, 3, 2**62]))},
-        "seq_lens", "at most the 32 positions of the pool, got 4611686018427387904 for sequence 2",
+        "block_table", "blocks of 4 positions for sequence 2 of length 4611686018427387904, got 4",
     ),
     (
         {"seq_lens": value(torch.tensor([7, 3, 17]))},

@@ -13,9 +13,11 @@ import bitnet_ops
 import hybrids
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.attention import PRESETS, AttentionPolicyError
-from bitnet_ops.generate.engine import Engine, Limits
+from bitnet_ops.generate.engine import Engine, Limits, NewToken, SchedulerOptions
 from bitnet_ops.models import Decoder
+from bitnet_ops.nn.blocks import PoolFullError
 from bitnet_ops.nn.kv_cache import KVCache
+from bitnet_ops.nn.kv_config import bytes_of_block
 from tiny_models import SMALL, config_of, random_ids, tiny_model
 
 TEXT = random_ids(3, 1, 330)
@@ -138,3 +140,64 @@ def test_load_takes_a_policy() -> None:
     assert lm.config.policy(1) is None
     with pytest.raises(AttentionPolicyError):
         bitnet_ops.load(attention="window")
+
+
+# Memory ----------------------------------------------------------------------------------------
+
+WINDOW = "window:70,sinks=4"
+BLOCKS = 1 + 3 + 1  # of 64: of the sinks, those that a window touches, and the one it leaves
+
+
+def long_model(positions: int = 4096) -> Decoder:
+    model = model_with(WINDOW)
+    model.config = dataclasses.replace(model.config, max_position_embeddings=positions)
+    return model
+
+
+def engine_of(model: Decoder, blocks: int, **options: Any) -> Engine:
+    """An engine with so many blocks of 64 positions."""
+    block = bytes_of_block(model.config, 64, torch.bfloat16)
+    return Engine(model, kv_cache_mb=blocks * block / 2**20, **options)
+
+
+def test_a_stream_holds_as_many_blocks_however_long_it_is() -> None:
+    """And its tokens are those of a cache that gives nothing back."""
+    model, prompt = long_model(), TEXT[0, :30].tolist()
+    engine = engine_of(model, 8)
+    engine.add(prompt, limits=Limits(1500))
+    tokens, used = [], []
+    while engine.has_work:
+        tokens += [e.token_id for e in engine.step() if isinstance(e, NewToken)]
+        used.append(engine.stats().used_blocks)
+    assert max(used) == max(used[200:700]) == max(used[900:]) <= BLOCKS
+    assert tokens == alone(model, prompt, 1500)
+
+
+def test_a_prompt_needs_room_for_what_is_read_alone() -> None:
+    """900 tokens in 8 blocks of 64; and twice: the second one goes on where the window begins."""
+    model, prompt = long_model(), random_ids(9, 900).tolist()
+    engine = engine_of(model, 8, scheduling=SchedulerOptions(64, 4))
+    expected = alone(model, prompt, 40)
+    for _ in range(2):
+        (found,) = engine.generate([prompt], limits=Limits(40))
+        assert found.token_ids == expected
+    answered = [*prompt, *expected]
+    before = engine.stats().reused_tokens
+    (found,) = engine.generate([answered], limits=Limits(5))
+    assert found.token_ids == alone(model, answered, 5)
+    assert engine.stats().reused_tokens - before >= 900, "the window was there"
+    dense = tiny_model(SMALL["bitnet-offline"])
+    with pytest.raises(PoolFullError):
+        engine_of(dense, 7).generate([prompt[:510]], limits=Limits(1))
+
+
+def test_preempted_streams_come_to_the_same_tokens() -> None:
+    model = long_model()
+    prompts = [random_ids(i, 40 + 5 * i).tolist() for i in range(4)]
+    options = SchedulerOptions(64, 4, watermark=0)
+    engine = engine_of(model, 11, scheduling=options)
+    found = engine.generate(prompts, limits=Limits(200))
+    assert engine.stats().preemptions > 0
+    for prompt, generation in zip(prompts, found, strict=True):
+        assert generation.token_ids == alone(model, prompt, 200)
+    assert engine.stats().used_blocks == 0

@@ -412,6 +412,7 @@ class Engine:
             pool.copy_block,
             self.scheduling,
             states,
+            config.unread,
         )
         return pool, blocks, scheduler
 

@@ -171,6 +171,8 @@ class Request:
         computed: how many of `ids`, from the first, have keys and values in the pool. The newest
             token never has: it is the input of the next step.
         blocks: its block table; empty while it waits.
+        gone: the range [begin, end) of its blocks that nothing reads any more: they belong to
+            others, and `blocks` has some number in their place.
         reused_tokens: how many the prefix cache spared when it was first admitted.
         came_ns: when it was made, by the clock of files.
         saved: how many of its blocks the prefix cache on disk has.
@@ -207,6 +209,7 @@ class Request:
         self.epoch = self.computed = self.saved = 0
         self.keep_prefix, self.came_ns = keep_prefix, time.time_ns()
         self.blocks: list[int] = []
+        self.gone = 0, 0
         self.reused_tokens: int | None = None
         self.slot, self.replays = -1, 0
         self.stops: list[int] = []
@@ -217,6 +220,11 @@ class Request:
             f"Request({self.id}: {self.prompt_tokens} prompt tokens, {self.output_tokens} new, "
             f"{self.computed} computed, {len(self.blocks)} blocks)"
         )
+
+    @property
+    def own_blocks(self) -> list[int]:
+        """Those that it holds, in their order."""
+        return without(self.blocks, self.gone)
 
     @property
     def output_tokens(self) -> int:
@@ -272,6 +280,12 @@ class Request:
 
     def _finished(self, reason: str, stop: int | None = None) -> Finished:
         return Finished(self.id, reason, stop, self.reused_tokens or 0)
+
+
+def without(blocks: list[int], gone: tuple[int, int]) -> list[int]:
+    """`blocks` but for the range `gone`."""
+    begin, end = gone
+    return blocks[:begin] + blocks[end:] if begin < end else blocks
 
 
 def _check_type(name: str, value: object, kind: type) -> None:
