@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 
 #include "kernels/dispatch.h"
@@ -22,6 +23,17 @@ constexpr int64_t kReadingRows = 4;  // reading a chunk takes as long as so many
 constexpr int64_t kMostPartitions = 256;
 
 int64_t chunks_of(int64_t positions) { return (positions + kAttentionChunk - 1) / kAttentionChunk; }
+
+// ceil(ratio * pages); a ratio is a rounded number.
+int64_t share_of(double ratio, int64_t pages) {
+  return static_cast<int64_t>(std::ceil(ratio * static_cast<double>(pages) * (1 - 1e-6)));
+}
+
+// Those that are read whatever their scores.
+int64_t fewest_pages(const AttentionPolicy& policy, int64_t pages) {
+  return std::min(policy.sinks / kAttentionChunk + (policy.sinks % kAttentionChunk != 0) + 1,
+                  pages);
+}
 
 }  // namespace
 
@@ -69,6 +81,8 @@ void AttentionPlan::choose_block_tokens(int64_t threads) {
 void AttentionPlan::make_groups() {
   groups_.clear();
   pieces_.clear();
+  choosing_.clear();
+  choice_ints_ = most_pages_ = 0;
   most_rows_ = 0;
   int64_t longest = 0;
   for (int64_t s = 0; s < sequences_.count; ++s) {
@@ -81,12 +95,18 @@ void AttentionPlan::make_groups() {
       for (int64_t i = 1; shape_.policy.sinks > 0 && i < count; ++i) {
         if (sees_all(position + i) != sees_all(position)) count = i;
       }
+      const bool choice = chooses(position);
+      if (choice) count = 1;
+      for (int64_t i = 1; shape_.policy.chooses() && i < count; ++i) {
+        if (chooses(position + i)) count = i;
+      }
       const auto first_piece = static_cast<int64_t>(pieces_.size());
-      add_pieces(position, count);
+      if (!choice) add_pieces(position, count);
       const int64_t pieces = static_cast<int64_t>(pieces_.size()) - first_piece;
       for (int64_t h = 0; h < shape_.kv_heads; ++h) {
         groups_.push_back(
             {s, h, sequences_.query_start[s] + t, count, position, first_piece, pieces});
+        if (choice) add_choice(groups_.back());
       }
       most_rows_ = std::max(most_rows_, count * rows_per_token_);
     }
@@ -98,6 +118,31 @@ void AttentionPlan::make_groups() {
                     (!pool.scaled() || (pool.key_scales.position_bytes == sizeof(float) &&
                                         pool.value_scales.position_bytes == sizeof(float)));
   gathers_ = !in_place && (!whole_chunks || !evenly_strided_);
+}
+
+// Whether a token reads some pages of many.
+bool AttentionPlan::chooses(int64_t position) const {
+  const int64_t pages = position / kAttentionChunk + 1;
+  const AttentionPolicy& policy = shape_.policy;
+  const bool fixed = policy.threshold == 0 && policy.min_ratio == policy.max_ratio;
+  return policy.chooses() && position >= policy.dense_below && pages > 2 &&
+         !(fixed && most_pages(pages) == pages);
+}
+
+// How many a token reads at most, its own page included.
+int64_t AttentionPlan::most_pages(int64_t pages) const {
+  const AttentionPolicy& policy = shape_.policy;
+  if (policy.threshold > 0) return pages;
+  return std::clamp(share_of(policy.max_ratio, pages), fewest_pages(policy, pages), pages);
+}
+
+void AttentionPlan::add_choice(Group& group) {
+  const int64_t pages = group.position / kAttentionChunk + 1;
+  group.pieces = most_pages(pages);
+  group.choice = choice_ints_;
+  choice_ints_ += 1 + group.pieces;
+  most_pages_ = std::max(most_pages_, pages);
+  choosing_.push_back(static_cast<int32_t>(groups_.size() - 1));
 }
 
 // What `tokens` tokens from `position` on read; with sinks either all of them see all, or none
@@ -165,8 +210,16 @@ int64_t AttentionPlan::counter_floats() const { return (split_groups_ + 15) / 16
 // A group's query rows, a row of output, a chunk's rows put together, the kernel's scratch, and the
 // states of a group so far and of a chunk.
 int64_t AttentionPlan::thread_floats() const {
-  return query_floats() + attention_padded(shape_.dim) + gathered_floats() +
-         attention_scratch_floats(most_rows_, shape_.dim) + 2 * most_rows_ * state_floats();
+  return std::max(choosing_floats(), query_floats() + attention_padded(shape_.dim) +
+                                         gathered_floats() +
+                                         attention_scratch_floats(most_rows_, shape_.dim) +
+                                         2 * most_rows_ * state_floats());
+}
+
+// Of choose(): the sums over queries, the queries, scores, weights and an order of pages.
+int64_t AttentionPlan::choosing_floats() const {
+  return attention_padded(2 * shape_.dim) + attention_padded(rows_per_token_ * shape_.dim) +
+         3 * attention_padded(most_pages_);
 }
 
 int64_t AttentionPlan::query_floats() const {
@@ -368,12 +421,12 @@ void AttentionPlan::attend(const KernelTable& table, const AttentionBuffers& buf
 // The states of a piece into those of all pieces before it; of rows that see none of these, the
 // last ones, they are the first. Of pieces other than those of windows all rows see the first.
 void AttentionPlan::merge(const KernelTable& table, const Group& group, int64_t piece,
-                          const float* later, float* states) const {
-  const Piece& now = piece_of(group, piece);
+                          const float* later, float* states, float* shared) const {
+  const Piece now = piece_of(group, piece, shared);
   const int64_t begin = rows_before(group, now), end = rows_up_to(group, now);
-  const int64_t others = piece_of(group, 0).kind == Piece::kWindow
-                             ? std::clamp(rows_up_to(group, piece_of(group, piece - 1)), begin, end)
-                             : end;
+  int64_t others = end;
+  if (piece_of(group, 0, shared).kind == Piece::kWindow)
+    others = std::clamp(rows_up_to(group, piece_of(group, piece - 1, shared)), begin, end);
   const int64_t at = begin * state_floats(), first = others * state_floats();
   table.merge_attention(others - begin, shape_.dim, later + at, states + at);
   std::copy(later + first, later + end * state_floats(), states + first);
@@ -384,6 +437,80 @@ void AttentionPlan::prepare(float* shared) const {
   for (const Group& group : groups_) {
     if (group.counter >= 0) left[group.counter] = static_cast<int32_t>(group.pieces);
   }
+}
+
+void AttentionPlan::choose(const KernelTable& table, const AttentionBuffers& buffers, int64_t begin,
+                           int64_t end, float* shared, float* own) const {
+  for (int64_t i = begin; i < end; ++i) {
+    const Group& group = groups_[static_cast<size_t>(choosing_[static_cast<size_t>(i)])];
+    choose(table, buffers, group, choice_of(group, shared), own);
+  }
+}
+
+// max(q * most, q * least) added over the queries is Q+ * most + Q- * least, Q+ the sum of positive
+// queries and Q- that of the others: one dot product a page, in the lane order of head_dense.
+void AttentionPlan::choose(const KernelTable& table, const AttentionBuffers& buffers,
+                           const Group& group, int32_t* choice, float* own) const {
+  const AttentionPolicy& policy = shape_.policy;
+  const CachePool& pool = buffers.pool;
+  const int64_t dim = shape_.dim, per_block = pool.block_size / kAttentionChunk;
+  const int64_t pages = group.position / kAttentionChunk + 1, others = pages - 1;
+  float *sums = own, *queries = sums + attention_padded(2 * dim),
+        *scores = queries + attention_padded(rows_per_token_ * dim),
+        *weights = scores + attention_padded(most_pages_);
+  auto* order = reinterpret_cast<int32_t*>(weights + attention_padded(most_pages_));
+  const int64_t first = (group.token * shape_.kv_heads + group.kv_head) * rows_per_token_ * dim;
+  table.load_row(shape_.query_type,
+                 offset_bytes(buffers.query, first * element_size(shape_.query_type)),
+                 rows_per_token_ * dim, queries);
+  std::fill_n(sums, 2 * dim, 0.0f);
+  for (int64_t i = 0; i < rows_per_token_ * dim; ++i) {
+    const float q = queries[i] * shape_.scale;
+    sums[(q > 0 ? 0 : dim) + i % dim] += q;
+  }
+  const int64_t* blocks = sequences_.blocks(group.sequence);
+  const auto bounds_of = [&](int64_t page) {
+    return pool.bounds.at(blocks[page / per_block], page % per_block, group.kv_head);
+  };
+  constexpr int64_t kAhead = 4;
+  for (int64_t page = 0; page < others; ++page) {
+    for (int64_t i = 0; page + kAhead < others && i < 4 * dim; i += 64)
+      __builtin_prefetch(bounds_of(page + kAhead) + i);
+    float& score = scores[page];
+    table.head_dense(sums, 1, DType::kBF16, bounds_of(page), 2 * dim, 0, 1, {0}, &score, 1);
+    if (score != score) score = INFINITY;  // to be read, so that it is seen
+    order[page] = static_cast<int32_t>(page);
+  }
+  const int64_t fewest = fewest_pages(policy, pages), sinks = fewest - 1;
+  int64_t count = share_of(policy.max_ratio, pages);
+  const bool weighs = policy.threshold > 0 || policy.min_ratio != policy.max_ratio;
+  const float top = table.max_row(scores, others);
+  if (weighs && std::isfinite(top)) {
+    const float inv = 1.0f / static_cast<float>(rows_per_token_);
+    const double sum = table.exp_row(scores, others, top, inv, weights);
+    if (policy.threshold > 0) {
+      count = fewest;
+      for (int64_t page = sinks; page < others; ++page) count += weights[page] >= policy.threshold;
+    } else {
+      double entropy = std::log(sum);
+      for (int64_t page = 0; page < others; ++page)
+        entropy += static_cast<double>(weights[page]) / sum * inv *
+                   (static_cast<double>(top) - static_cast<double>(scores[page]));
+      const double spread = std::clamp(entropy / std::log(static_cast<double>(others)), 0.0, 1.0);
+      count = share_of(policy.min_ratio + (policy.max_ratio - policy.min_ratio) * spread, pages);
+    }
+  } else if (weighs) {
+    count = pages;
+  }
+  count = std::clamp(count, fewest, most_pages(pages));
+  const int64_t best = count - 1 - sinks;  // by their scores
+  std::nth_element(order + sinks, order + sinks + best, order + others, [&](int32_t a, int32_t b) {
+    return scores[a] != scores[b] ? scores[a] > scores[b] : a < b;
+  });
+  std::sort(order + sinks, order + sinks + best);
+  choice[0] = static_cast<int32_t>(count);
+  std::copy_n(order, sinks + best, choice + 1);
+  choice[count] = static_cast<int32_t>(others);
 }
 
 void AttentionPlan::run(const KernelTable& table, const AttentionBuffers& buffers, int64_t begin,
@@ -398,7 +525,7 @@ void AttentionPlan::run(const KernelTable& table, const AttentionBuffers& buffer
     if (i < split_tasks_) {
       run_chunk(table, buffers, i, query, shared, own);
     } else {
-      run_group(table, buffers, group, query, own);
+      run_group(table, buffers, group, query, shared, own);
     }
   }
 }
@@ -411,28 +538,35 @@ void AttentionPlan::run_chunk(const KernelTable& table, const AttentionBuffers& 
   if (task + 1 < split_tasks_) {
     const Task after = tasks_[static_cast<size_t>(task + 1)];
     const Group& group_after = groups_[static_cast<size_t>(after.group)];
-    next = {&group_after, piece_of(group_after, after.piece)};
+    if (after.piece < pieces_of(group_after, shared))
+      next = {&group_after, piece_of(group_after, after.piece, shared)};
   }
   const int64_t piece_floats = rows_of(group) * state_floats();
   float* states = shared + counter_floats() + group.states;
   const auto states_of = [&](int64_t i) { return states + i * piece_floats; };
-  attend(table, buffers, group, piece_of(group, piece), next, query, own, states_of(piece));
+  const int64_t pieces = pieces_of(group, shared);
+  if (piece < pieces)
+    attend(table, buffers, group, piece_of(group, piece, shared), next, query, own,
+           states_of(piece));
   // acq_rel: the last one sees what the others wrote.
   std::atomic_ref<int32_t> left(reinterpret_cast<int32_t*>(shared)[group.counter]);
   if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
   left.store(static_cast<int32_t>(group.pieces), std::memory_order_relaxed);
-  for (int64_t i = 1; i < group.pieces; ++i) merge(table, group, i, states_of(i), states);
+  for (int64_t i = 1; i < pieces; ++i) merge(table, group, i, states_of(i), states, shared);
   store_out(table, buffers, group, states, row_at(own));
 }
 
 void AttentionPlan::run_group(const KernelTable& table, const AttentionBuffers& buffers,
-                              const Group& group, const Query& query, float* own) const {
+                              const Group& group, const Query& query, float* shared,
+                              float* own) const {
   float* states = scratch_at(own) + attention_scratch_floats(most_rows_, shape_.dim);
   float* later = states + rows_of(group) * state_floats();
-  for (int64_t i = 0; i < group.pieces; ++i) {
-    const Next next = i + 1 == group.pieces ? Next{} : Next{&group, piece_of(group, i + 1)};
-    attend(table, buffers, group, piece_of(group, i), next, query, own, i == 0 ? states : later);
-    if (i > 0) merge(table, group, i, later, states);
+  const int64_t pieces = pieces_of(group, shared);
+  for (int64_t i = 0; i < pieces; ++i) {
+    const Next next = i + 1 == pieces ? Next{} : Next{&group, piece_of(group, i + 1, shared)};
+    attend(table, buffers, group, piece_of(group, i, shared), next, query, own,
+           i == 0 ? states : later);
+    if (i > 0) merge(table, group, i, later, states, shared);
   }
   store_out(table, buffers, group, states, row_at(own));
 }
@@ -469,8 +603,15 @@ void attend(const AttentionShape& shape, const Sequences& sequences,
   if (partitions == 0) return;
   Scratch<float> shared(plan.shared_floats()), threads(partitions * own);
   plan.prepare(shared.get());
+  const AttentionPlan& tasks = plan;  // the threads of the regions have one of their own
+  if (const int64_t choices = plan.choices(); choices > 0) {
+    const int64_t parts = std::min(partitions, choices);
+    run_partitions(parts, [&](int64_t p) {
+      tasks.choose(table, buffers, partition_begin(choices, parts, p),
+                   partition_begin(choices, parts, p + 1), shared.get(), threads.get() + p * own);
+    });
+  }
   std::atomic<int64_t> next{plan.split_tasks()};
-  const AttentionPlan& tasks = plan;  // the threads of the region have one of their own
   run_partitions(partitions, [&](int64_t p) {
     float* mine = threads.get() + p * own;
     // equal tasks: a sequential stream for each thread; then the dear ones first

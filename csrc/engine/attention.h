@@ -52,10 +52,15 @@ class AttentionPlan {
   int64_t tasks() const { return static_cast<int64_t>(tasks_.size()); }
   // Tasks [0, split_tasks()) are chunks; the others are groups, the most expensive first.
   int64_t split_tasks() const { return split_tasks_; }
-  int64_t shared_floats() const { return counter_floats() + states_floats_; }
+  int64_t shared_floats() const { return choices_at() + choice_ints_; }
+  // Groups that choose what they read: choose() of each before the first task of a layer.
+  int64_t choices() const { return static_cast<int64_t>(choosing_.size()); }
   int64_t thread_floats() const;
 
   void prepare(float* shared) const;
+  // Choices [begin, end).
+  void choose(const KernelTable& table, const AttentionBuffers& buffers, int64_t begin, int64_t end,
+              float* shared, float* own) const;
   // Tasks [begin, end).
   void run(const KernelTable& table, const AttentionBuffers& buffers, int64_t begin, int64_t end,
            float* shared, float* own) const;
@@ -66,8 +71,9 @@ class AttentionPlan {
     int64_t token, tokens;  // [token, token + tokens) of all tokens
     int64_t position;       // of its first token
     int64_t first_piece;    // in pieces_, which the heads of a block of tokens share
-    int64_t pieces;
-    int64_t counter = -1;  // of a split group: its counter, and where its states begin
+    int64_t pieces;         // of one that chooses: at most
+    int64_t choice = -1;    // of one that chooses: where its choice lies
+    int64_t counter = -1;   // of a split group: its counter, and where its states begin
     int64_t states = 0;
   };
   // What a group reads of a chunk: of the positions up to its own, each token sees those of its
@@ -101,6 +107,16 @@ class AttentionPlan {
 
   void choose_block_tokens(int64_t threads);
   void make_groups();
+  bool chooses(int64_t position) const;
+  void add_choice(Group& group);
+  int64_t most_pages(int64_t pages) const;
+  void choose(const KernelTable& table, const AttentionBuffers& buffers, const Group& group,
+              int32_t* choice, float* own) const;
+  int64_t choosing_floats() const;
+  int64_t choices_at() const { return counter_floats() + states_floats_; }
+  int32_t* choice_of(const Group& group, float* shared) const {
+    return reinterpret_cast<int32_t*>(shared + choices_at()) + group.choice;
+  }
   void add_pieces(int64_t position, int64_t tokens);
   void make_tasks(int64_t threads);
   int64_t rows_of(const Group& group) const { return group.tokens * rows_per_token_; }
@@ -121,7 +137,11 @@ class AttentionPlan {
   const void* keys_in_place(const CachePool& pool, const Next& next) const;
   ChunkRows rows_of_piece(const CachePool& pool, const Group& group, const Piece& piece,
                           float* memory) const;
-  const Piece& piece_of(const Group& group, int64_t i) const {
+  int64_t pieces_of(const Group& group, float* shared) const {
+    return group.choice < 0 ? group.pieces : choice_of(group, shared)[0];
+  }
+  Piece piece_of(const Group& group, int64_t i, float* shared) const {
+    if (group.choice >= 0) return {choice_of(group, shared)[1 + i], Piece::kAll};
     return pieces_[static_cast<size_t>(group.first_piece + i)];
   }
   int64_t positions_of(const Group& group, const Piece& piece) const;
@@ -131,7 +151,7 @@ class AttentionPlan {
               const Piece& piece, const Next& next, const Query& query, float* own,
               float* states) const;
   void merge(const KernelTable& table, const Group& group, int64_t piece, const float* later,
-             float* states) const;
+             float* states, float* shared) const;
   bool sees_all(int64_t position) const;
   int64_t first_seen(int64_t position) const;
   int64_t rows_before(const Group& group, const Piece& piece) const;
@@ -142,12 +162,14 @@ class AttentionPlan {
   void run_chunk(const KernelTable& table, const AttentionBuffers& buffers, int64_t task,
                  const Query& query, float* shared, float* own) const;
   void run_group(const KernelTable& table, const AttentionBuffers& buffers, const Group& group,
-                 const Query& query, float* own) const;
+                 const Query& query, float* shared, float* own) const;
 
   AttentionShape shape_{};
   Sequences sequences_;
   std::vector<Group> groups_;
   std::vector<Piece> pieces_;
+  std::vector<int32_t> choosing_;  // groups
+  int64_t choice_ints_ = 0, most_pages_ = 0;
   std::vector<Task> tasks_;
   int64_t rows_per_token_ = 1, block_tokens_ = 1, most_rows_ = 0;
   bool pair_unit_ = false;  // AttentionChunk::pair_unit

@@ -40,7 +40,7 @@ engine::AttentionPolicy policy_of(const Check& check, const std::string& text, i
 void paged_cache_update(Tensor key_pool, Tensor value_pool, const Tensor& key_in,
                         const Tensor& value_in, const Tensor& slot_mapping,
                         std::optional<Tensor> key_scale, std::optional<Tensor> value_scale,
-                        std::string layout_name) {
+                        std::string layout_name, std::optional<Tensor> key_bounds) {
   const Check check("paged_cache_update");
   check_pool(check, key_pool, value_pool, kPaged);
   const CacheLayout layout = check_layout(check, key_pool, value_pool, layout_name, kPaged);
@@ -54,20 +54,29 @@ void paged_cache_update(Tensor key_pool, Tensor value_pool, const Tensor& key_in
   std::vector<int64_t> slots;
   copy_slots(check, slot_mapping, tokens, key_pool.size(0) * key_pool.size(1), slots);
   const Tensor key = as_contiguous(key_in), value = as_contiguous(value_in);
-  const Mutated mutated(key_pool, value_pool, key_scale, value_scale, "key_pool", "value_pool");
+  Mutated mutated(key_pool, value_pool, key_scale, value_scale, "key_pool", "value_pool");
+  const bool bounded = key_bounds.has_value() && key_bounds->defined();
+  if (bounded) {
+    check_bounds(check, *key_bounds, key_pool, value_pool, kPaged);
+    mutated.add(*key_bounds, "key_bounds");
+  }
   mutated.keep_apart(check, key, "key");
   mutated.keep_apart(check, value, "value");
   mutated.keep_apart(check, slot_mapping, "slot_mapping");
   if (key_pool.numel() == 0 || tokens == 0) return;
-  engine::write_cache(rows_view(key), rows_view(value), slots.data(), heads,
-                      pool_view(key_pool, value_pool, key_scale, value_scale, kPaged, 0, layout));
+  engine::CachePool pool =
+      pool_view(key_pool, value_pool, key_scale, value_scale, kPaged, 0, layout);
+  engine::write_cache(rows_view(key), rows_view(value), slots.data(), heads, pool);
+  if (!bounded) return;
+  pool.bounds = bounds_view(*key_bounds, kPaged);
+  engine::bound_pages(slots.data(), tokens, heads, pool);
 }
 
 Tensor paged_attention(const Tensor& query_in, const Tensor& key_pool, const Tensor& value_pool,
                        const Tensor& query_start_loc, const Tensor& seq_lens,
                        const Tensor& block_table, double scale, std::optional<Tensor> key_scale,
                        std::optional<Tensor> value_scale, std::string layout_name, int64_t window,
-                       std::string policy_text) {
+                       std::string policy_text, std::optional<Tensor> key_bounds) {
   const Check check("paged_attention");
   check_pool(check, key_pool, value_pool, kPaged);
   const CacheLayout layout = check_layout(check, key_pool, value_pool, layout_name, kPaged);
@@ -83,11 +92,16 @@ Tensor paged_attention(const Tensor& query_in, const Tensor& key_pool, const Ten
   PagedBatch sequences;
   sequences.set(check, query_start_loc, seq_lens, block_table, tokens, key_pool.size(0),
                 key_pool.size(1));
+  const bool bounded = key_bounds.has_value() && key_bounds->defined();
+  if (policy.chooses() && !bounded)
+    check.fail("key_bounds", "with a policy that chooses pages", "none");
+  if (bounded) check_bounds(check, *key_bounds, key_pool, value_pool, kPaged);
   const Tensor query = as_contiguous(query_in);
   Tensor out = empty(shape_of(query), query.scalar_type());
   if (query.numel() == 0) return out;
-  const engine::CachePool pool =
+  engine::CachePool pool =
       pool_view(key_pool, value_pool, key_scale, value_scale, kPaged, 0, layout);
+  if (policy.chooses()) pool.bounds = bounds_view(*key_bounds, kPaged);
   engine::attend({heads, kv_heads, dim, dtype_of(query), static_cast<float>(scale), pool, policy},
                  sequences.view(), {query.const_data_ptr(), out.mutable_data_ptr(), pool});
   return out;

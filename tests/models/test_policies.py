@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +30,15 @@ def model_with(policy: str) -> Decoder:
     return model
 
 
-@pytest.fixture(scope="module", params=["window:70,sinks=4", "window:20,sinks=3@1"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "window:70,sinks=4",
+        "window:20,sinks=3@1",
+        "top_k:0.4,sinks=4,dense_below=0",
+        "dynamic:min_ratio=0.2,max_ratio=0.8,dense_below=150@0;threshold:0.5,dense_below=0@1",
+    ],
+)
 def model(request: pytest.FixtureRequest) -> Decoder:
     return model_with(request.param)
 
@@ -77,6 +86,18 @@ def test_the_engine_gives_the_tokens_of_each_text_alone(model: Decoder) -> None:
         assert [generation.token_ids for generation in found] == expected
 
 
+@pytest.mark.parametrize("max_drafts", [3, "auto"])
+def test_drafts_change_no_token(model: Decoder, max_drafts: Any) -> None:
+    """Rejected ones may have stood at the end of a page."""
+    prompt = [*TEXT[0, :9].tolist() * 18, 5]
+    engine = Engine(model)
+    run = engine.start([prompt], limits=Limits(120), max_drafts=max_drafts)
+    for _ in run:
+        pass
+    assert run.generations[0].token_ids == alone(model, prompt, 120)
+    assert engine.stats().drafted_tokens > engine.stats().accepted_drafts
+
+
 # What a policy says ----------------------------------------------------------------------------
 
 
@@ -89,6 +110,10 @@ def test_what_policies_mean() -> None:
     layers = config_of(SMALL["bitnet-offline"]).num_hidden_layers
     assert policies("window:256") == ["window=256"] * layers
     assert policies("window:256,sinks=4,stride=8") == ["window=256 sinks=4 stride=8"] * layers
+    assert policies("top_k:0.25,sinks=4") == ["top_k=0.25 sinks=4"] * layers
+    assert policies("threshold:0.1,dense_below=0") == ["threshold=0.1 dense_below=0"] * layers
+    mixed = "dynamic:max_ratio=0.5,min_ratio=0.1"
+    assert policies(mixed) == ["min_ratio=0.1 max_ratio=0.5"] * layers
     assert policies("window:256,sinks=0") == ["window=256"] * layers
     assert policies("window:9@1") == [None, "window=9", *[None] * (layers - 2)]
     assert policies(" window:9@0;window:8@1 ")[:2] == ["window=9", "window=8"]
@@ -108,8 +133,15 @@ def test_what_policies_mean() -> None:
         ("window:4,sinks=-2", "sinks an integer of at least 0, got '-2'"),
         ("window:4,sinks=1,sinks=2", "each once, got 'sinks'"),
         ("window:4,ratio=1", "keys of window, sinks, stride, each once, got 'ratio'"),
-        ("windows:4", "one of window:... .*got 'windows:4'"),
-        ("", "one of window:... .*got ''"),
+        ("top_k:0", "top_k above 0 and at most 1, got '0'"),
+        ("top_k:1.1", "top_k above 0 and at most 1, got '1.1'"),
+        ("top_k:nan", "top_k above 0 and at most 1, got 'nan'"),
+        ("threshold:-0.5", "threshold above 0 and at most 1, got '-0.5'"),
+        ("dynamic:min_ratio=0.5", "max_ratio, got nothing"),
+        ("dynamic:min_ratio=0.5,max_ratio=0.4", "min_ratio at most max_ratio, got 0.5"),
+        ("dynamic:0.5", "each once, got 'dynamic'"),
+        ("windows:4", "one of window:..., top_k:.*got 'windows:4'"),
+        ("", "one of window:..., top_k:.*got ''"),
         ("window:4@", "layers as 0-3,7, got ''"),
         ("window:4@1-", "layers as 0-3,7, got '1-'"),
         ("window:4@99", "layers from 0 to 1, got '99'"),
@@ -201,3 +233,17 @@ def test_preempted_streams_come_to_the_same_tokens() -> None:
     for prompt, generation in zip(prompts, found, strict=True):
         assert generation.token_ids == alone(model, prompt, 200)
     assert engine.stats().used_blocks == 0
+
+
+def test_caches_with_bounds_are_copied_and_saved(tmp_path: Path) -> None:
+    """A fork, and a state that is loaded elsewhere, go on as the cache that they come from."""
+    model = model_with("top_k:0.4,dense_below=0")
+    cache = KVCache(model.config, 1, 330, torch.int8)
+    with torch.inference_mode():
+        model(TEXT[:, :300], cache)
+        cache.save(tmp_path / "cache")
+        other = KVCache(model.config, 1, 330, torch.int8)
+        other.restore(tmp_path / "cache")
+        caches = [cache.fork(), other, cache]
+        found = [model(TEXT[:, 300:], one) for one in caches]
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[2])

@@ -123,6 +123,7 @@ CachePool LayeredPool::of(int64_t layer) const {
   move(pool.values, value_bytes);
   move(pool.key_scales, key_scale_bytes);
   move(pool.value_scales, value_scale_bytes);
+  move(pool.bounds, bound_bytes);
   return pool;
 }
 
@@ -246,6 +247,8 @@ void prepare_step(StepState& state, const Program& program, int64_t program_id, 
   s.attention.clear();
   for (const AttentionKind& kind : program.attention_kinds())
     s.attention.add(shape_of(s, kind), batch.sequences, s.partitions);
+  s.filled_pages.clear();
+  if (program.chooses_pages()) find_filled_pages(batch.slots, batch.tokens, s.filled_pages);
   const bool all_rows = keeps_all(batch);
   const PlanKey key{program_id, batch.tokens, batch.logit_count, s.partitions, all_rows};
   // what adapters add is told by the adapters of every token

@@ -225,6 +225,11 @@ int64_t Program::attention_kind(const AttentionKind& kind) {
   return number;
 }
 
+bool Program::chooses_pages() const {
+  return std::ranges::any_of(attention_kinds_,
+                             [](const AttentionKind& kind) { return kind.policy.chooses(); });
+}
+
 void Program::set_head(const HeadView& head, int64_t out_features) {
   head_ = head;
   out_features_ = out_features;

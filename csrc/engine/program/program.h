@@ -180,6 +180,8 @@ class Program {
   int64_t kv_heads() const { return kv_heads_; }
   int64_t head_dim() const { return head_dim_; }
   const std::vector<AttentionKind>& attention_kinds() const { return attention_kinds_; }
+  // Whether a block of them needs the bounds of pages.
+  bool chooses_pages() const;
   // Of blocks with states, which are alike: how many, and of what shape.
   int64_t state_layers() const { return state_layers_; }
   const DeltaShape& delta_shape() const { return delta_shape_; }

@@ -136,6 +136,11 @@ class ModelConfig:
         """Which positions a token of that layer reads, unless all or those of `window`."""
         return self.policies[layer] if self.policies else None
 
+    @property
+    def key_bounds(self) -> bool:
+        """Whether caches keep bounds of keys, since a layer chooses its pages by them."""
+        return any(policy is not None and policy.chooses for policy in self.policies)
+
     def with_attention(self, text: str) -> ModelConfig:
         """The same model under the policies of `text`. Raises AttentionPolicyError."""
         return replace(

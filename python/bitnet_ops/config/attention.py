@@ -3,6 +3,9 @@
     window:256,sinks=4              the last 256 positions, and the first 4
     window:256,sinks=4@0-13         layers 0 to 13 alone
     window:256@0-13;window:1024@14-27
+    top_k:0.25,sinks=4              of the pages of 64 positions the best quarter
+    threshold:0.01                  those that may weigh a hundredth of the best
+    dynamic:min_ratio=0.1,max_ratio=0.5     few where few stand out, more where all are alike
 
 A policy is a row of KINDS, and its keys are those of an attention block of a program
 (docs/reference/program.md). Without layers it is that of every layer with attention to all
@@ -34,13 +37,23 @@ class _Key(NamedTuple):
     required: bool = False
 
 
+def _share() -> _Key:
+    return _Key(float, lambda x: 0 < x <= 1, "above 0 and at most 1", required=True)
+
+
 def _count(least: int, *, required: bool = False) -> _Key:
     return _Key(int, lambda n: least <= n <= _MOST, f"an integer of at least {least}", required)
 
 
+# what all have that choose pages; dense_below: positions up to which tokens read all
+_PAGES = {"sinks": _count(0), "dense_below": _count(0)}
+
 # kind -> its keys; the value behind the colon is the key of the kind's name
 KINDS: dict[str, dict[str, _Key]] = {
     "window": {"window": _count(1, required=True), "sinks": _count(0), "stride": _count(0)},
+    "top_k": {"top_k": _share(), **_PAGES},
+    "threshold": {"threshold": _share(), **_PAGES},
+    "dynamic": {"min_ratio": _share(), "max_ratio": _share(), **_PAGES},
 }
 # Of the earlier systems, by the names that they had.
 PRESETS = {"window_256": "window:256,sinks=4"}
@@ -60,6 +73,11 @@ class AttentionPolicy:
 
     def get(self, key: str) -> Number:
         return dict(self.keys).get(key, 0)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether its tokens choose pages by bounds of keys."""
+        return self.kind != "window"
 
     def unread(self, position: int) -> tuple[int, int]:
         """Positions [begin, end) that no token from `position` on reads; begin = end: none."""
@@ -122,7 +140,11 @@ def _policy(text: str) -> AttentionPolicy:
     for name, key in keys.items():
         if key.required and name not in given:
             raise _error(text, name, "nothing")
-    return AttentionPolicy(kind, tuple((name, given[name]) for name in keys if given.get(name)))
+    if given.get("min_ratio", 0) > given.get("max_ratio", 0):
+        raise _error(text, "min_ratio at most max_ratio", given["min_ratio"])
+    zero = ("dense_below",)  # means something
+    kept = [name for name in keys if given.get(name) or (name in given and name in zero)]
+    return AttentionPolicy(kind, tuple((name, given[name]) for name in kept))
 
 
 def _numbers(text: str, layers: int) -> Iterator[int]:
