@@ -11,6 +11,7 @@
 #include "format/layout.h"
 #include "kernels/dispatch.h"
 #include "kernels/features.h"
+#include "runtime/page_count.h"
 #include "runtime/pages.h"
 #include "runtime/regions.h"
 #include "runtime/tuning.h"
@@ -164,6 +165,8 @@ PYBIND11_MODULE(_runtime, m) {
       },
       "What is tuned to the make of the CPU.");
   m.def("build_info", &build_info, "Compiler, torch and ABI floor of this build.");
+  m.def("attention_pages", &bitnet::page_count,
+        "(read, all): pages of attention under policies that leave some out, so far.");
   m.def("region_count", &bitnet::region_count, "Parallel regions opened by ops so far.");
   m.def("mark_forked", &bitnet::mark_forked,
         "In the child of a fork: ops run on one thread if the parent had used a region; returns "

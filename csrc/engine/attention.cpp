@@ -9,6 +9,7 @@
 
 #include "kernels/dispatch.h"
 #include "kernels/pair_unit.h"
+#include "runtime/page_count.h"
 #include "runtime/parallel.h"
 
 namespace bitnet::engine {
@@ -439,6 +440,17 @@ void AttentionPlan::prepare(float* shared) const {
   }
 }
 
+void AttentionPlan::count_static(int64_t layers) const {
+  int64_t read = 0, all = 0;
+  for (const Group& group : groups_) {
+    if (group.choice >= 0) continue;
+    const int64_t pages = chunks_of(group.position + group.tokens);
+    read += group.tokens * std::min(group.pieces, pages);
+    all += group.tokens * pages;
+  }
+  if (all > 0) count_pages(layers * read, layers * all);
+}
+
 void AttentionPlan::choose(const KernelTable& table, const AttentionBuffers& buffers, int64_t begin,
                            int64_t end, float* shared, float* own) const {
   for (int64_t i = begin; i < end; ++i) {
@@ -511,6 +523,7 @@ void AttentionPlan::choose(const KernelTable& table, const AttentionBuffers& buf
   choice[0] = static_cast<int32_t>(count);
   std::copy_n(order, sinks + best, choice + 1);
   choice[count] = static_cast<int32_t>(others);
+  count_pages(count, pages);
 }
 
 void AttentionPlan::run(const KernelTable& table, const AttentionBuffers& buffers, int64_t begin,
@@ -603,6 +616,7 @@ void attend(const AttentionShape& shape, const Sequences& sequences,
   if (partitions == 0) return;
   Scratch<float> shared(plan.shared_floats()), threads(partitions * own);
   plan.prepare(shared.get());
+  if (shape.policy != AttentionPolicy{}) plan.count_static(1);
   const AttentionPlan& tasks = plan;  // the threads of the regions have one of their own
   if (const int64_t choices = plan.choices(); choices > 0) {
     const int64_t parts = std::min(partitions, choices);

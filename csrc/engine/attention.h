@@ -58,6 +58,8 @@ class AttentionPlan {
   int64_t thread_floats() const;
 
   void prepare(float* shared) const;
+  // Counts the pages of groups that choose none, in so many layers (runtime/page_count.h).
+  void count_static(int64_t layers) const;
   // Choices [begin, end).
   void choose(const KernelTable& table, const AttentionBuffers& buffers, int64_t begin, int64_t end,
               float* shared, float* own) const;
@@ -185,6 +187,7 @@ class AttentionPlans {
   void clear() { used_ = 0; }
   // Builds one more.
   void add(const AttentionShape& shape, const Sequences& sequences, int64_t threads);
+  const AttentionPlan& last() const { return plans_[used_ - 1]; }
   const AttentionPlan& at(int64_t plan) const { return plans_[static_cast<size_t>(plan)]; }
 
   // `shared` has room for all plans, one after the other; a thread's own memory serves all.

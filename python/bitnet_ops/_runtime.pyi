@@ -68,6 +68,12 @@ def tuning() -> dict[str, str | int | bool]:
 def build_info() -> dict[str, str | int]:
     """Compiler, torch and ABI floor of this build."""
 
+def attention_pages() -> tuple[int, int]:
+    """(read, all): pages that attention has read under policies, of how many there were.
+
+    Of all tokens, layers and KV heads of this process so far.
+    """
+
 def region_count() -> int:
     """Parallel regions opened by ops since the library was loaded."""
 

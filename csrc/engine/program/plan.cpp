@@ -245,8 +245,10 @@ void prepare_step(StepState& state, const Program& program, int64_t program_id, 
   s.splits_norms = s.partitions > 1 && batch.tokens > 2;
   group_adapters(s, state.kept_adapters);
   s.attention.clear();
-  for (const AttentionKind& kind : program.attention_kinds())
+  for (const AttentionKind& kind : program.attention_kinds()) {
     s.attention.add(shape_of(s, kind), batch.sequences, s.partitions);
+    if (kind.policy != AttentionPolicy{}) s.attention.last().count_static(kind.layers);
+  }
   s.filled_pages.clear();
   if (program.chooses_pages()) find_filled_pages(batch.slots, batch.tokens, s.filled_pages);
   const bool all_rows = keeps_all(batch);

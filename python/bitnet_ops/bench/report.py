@@ -244,10 +244,17 @@ def _engine_lines(report: Report) -> list[str]:
     ]
 
 
+def _attention_lines(report: Report) -> list[str]:
+    from bitnet_ops.bench.attention import lines as attention_lines
+
+    return attention_lines(report["rows"])
+
+
 def lines(report: Report) -> list[str]:
     """The whole report as text."""
     kind = report["schema"].rpartition(".")[2]
-    middle = {"ops": _ops_lines, "model": _model_lines, "engine": _engine_lines}[kind](report)
+    forms = {"ops": _ops_lines, "model": _model_lines, "engine": _engine_lines}
+    middle = {**forms, "attention": _attention_lines}[kind](report)
     warnings = [f"WARNING: {warning}" for warning in report["warnings"]]
     rows = f"{len(report['rows'])} rows in {report['seconds']:g} s."
     return [*header_lines(report), *middle, rows, *warnings]

@@ -34,6 +34,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from bitnet_ops import _runtime
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.generate.constraint import Constraint
 from bitnet_ops.generate.disk_prefix import DiskPrefix, root_on_disk
@@ -598,8 +599,11 @@ class Engine:
             ],
             pool.block_size,
         )
-        began = time.perf_counter()
+        began, (read, pages) = time.perf_counter(), _runtime.attention_pages()
         logits = self.model.step(batch, pool)
+        read_now, pages_now = _runtime.attention_pages()
+        scheduler.pages_read += read_now - read
+        scheduler.pages += pages_now - pages
         scheduler.learn(plan, time.perf_counter() - began)
         samplers, drafts = [s.request.sampler for s in steps], [s.drafts for s in steps]
         return sample_steps(samplers, drafts, wanted, logits)

@@ -90,6 +90,7 @@ class EngineStats:
     disk_pieces: int = 0  # files of the prefix cache on disk, and their MiB
     disk_mb: float = 0.0
     disk_tokens: int = 0  # that it gave, and that did not have to be computed
+    attention_read: float = 1.0  # share of the pages that policies of attention let be read
     prompt_tokens: int = 0  # of all that were admitted, the reused ones among them
 
 
@@ -177,7 +178,8 @@ class Scheduler:
             prompt are forgotten at once, so that they are the next to be taken.
     Attributes: `waiting`, the next one first; `running`, the oldest first; and counts of all that
     has been: `preemptions`, `prompt_tokens`, `reused_tokens` (that the prefix cache spared, those
-    of preempted requests too), `drafted_tokens` and how many of them were right, `accepted_drafts`.
+    of preempted requests too), `pages_read` of `pages` that attention might have read where it has
+    a policy, `drafted_tokens` and how many of them were right, `accepted_drafts`.
     """
 
     def __init__(
@@ -197,6 +199,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.preemptions = self.drafted_tokens = self.accepted_drafts = 0
         self.prompt_tokens = self.reused_tokens = 0
+        self.pages_read = self.pages = 0
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Enter how long the model took over a planned step."""
@@ -216,6 +219,7 @@ class Scheduler:
             drafted_tokens=self.drafted_tokens,
             accepted_drafts=self.accepted_drafts,
             prompt_tokens=self.prompt_tokens,
+            attention_read=self.pages_read / self.pages if self.pages else 1.0,
             state_slots=0 if self.states is None else self.states.pool.slots,
             checkpoints=0 if self.states is None else self.states.checkpoints,
         )
