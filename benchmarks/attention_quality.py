@@ -1,6 +1,6 @@
 """Attention policies on the demo model's held-out text: what they leave out, and what it costs.
 
-    python -m benchmarks.attention_quality tests/data/demo-model/val.txt [--plot FILE.png] [--json]
+    python -m benchmarks.attention_quality tests/data/demo-model/val.txt [--json]
 
 Whole contexts of 1,024 tokens, 16 pages. read: share of the pages that all tokens read; cosine: of
 the output of attention with that over all positions, of the same queries, keys and values,
@@ -71,7 +71,7 @@ def cosines(lm: bitnet_ops.LanguageModel, texts: torch.Tensor) -> dict[str, Row]
 
     model.set_attention("top_k:1")  # caches keep bounds, and all is read
     model.fused_step = False
-    PagedPool.attend = attend  # type: ignore[method-assign]
+    PagedPool.attend = attend  # type: ignore[method-assign,assignment]
     try:
         for ids in texts:
             model(ids[None], KVCache(model.config, 1, CONTEXT))
@@ -81,29 +81,9 @@ def cosines(lm: bitnet_ops.LanguageModel, texts: torch.Tensor) -> dict[str, Row]
     return {name: {"cosine": c / n, "read": r / p} for name, (c, n, r, p) in sums.items()}
 
 
-def plot(rows: dict[str, Row], file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6.4, 4))
-    for name, row in rows.items():
-        axes.plot(100 * row["read"], row["loss"] - rows["all"]["loss"], "o")
-        axes.annotate(name, (100 * row["read"], row["loss"] - rows["all"]["loss"]),
-                      xytext=(5, 4), textcoords="offset points", fontsize=8)  # fmt: skip
-    axes.set(xlabel="pages read, %", ylabel="loss above that of all positions, nats a token")
-    axes.set_xlim(0, 118)
-    axes.margins(y=0.12)
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("text", type=Path)
-    parser.add_argument("--plot", type=Path)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     lm = bitnet_ops.load()
@@ -122,8 +102,6 @@ def main() -> None:
         for name, row in rows.items()
     ]
     print_result({"rows": rows}, shown, as_json=args.json)
-    if args.plot:
-        plot(rows, args.plot)
 
 
 if __name__ == "__main__":

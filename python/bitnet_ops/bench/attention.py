@@ -6,16 +6,15 @@ that keys and values come from memory as in a model. Times are of one layer and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bitnet_ops import _runtime, ops
-from bitnet_ops.bench import report
 from bitnet_ops.bench.harness import Budget, Timed, interleave, paired_ratios, summarize
 from bitnet_ops.bench.limits import MachineLimits
 from bitnet_ops.bench.memory import Workspace
@@ -23,6 +22,7 @@ from bitnet_ops.bench.pinning import use_threads
 from bitnet_ops.bench.report import Report, Row
 from bitnet_ops.bench.session import Progress, measured
 from bitnet_ops.config.attention import AttentionPolicy, read_policies
+from bitnet_ops.errors import BitNetError
 from bitnet_ops.nn.kv_config import DEFAULT_BLOCK_SIZE, KV_DTYPES, PAGE, KVCacheConfig
 from bitnet_ops.nn.kv_pool import KVPool
 
@@ -132,25 +132,32 @@ def run(settings: AttentionSettings, progress: Progress = lambda _: None) -> Rep
     return measured("attention", settings, lambda: Workspace(64 << 20, 0), rows, progress)
 
 
-COLUMNS = ["shape", "context", "kv", "T", "policy", "us", "p10-p90", "x dense", "read", "notes"]
-
-
-def lines(rows: Sequence[Row]) -> list[str]:
-    """The rows as a table."""
-    number = report.number
-    cells = [
-        [
-            row["shape"], str(row["context"]), row["kv"], str(row["threads"]), row["policy"],
-            number(row["time_us"]["median"]),
-            f"{number(row['time_us']['p10'])}-{number(row['time_us']['p90'])}",
-            number(row["times_dense"]["median"]), f"{row['read']:.1%}", ", ".join(row["flags"]),
-        ]
-        for row in rows
-    ]  # fmt: skip
-    return [
-        "",
-        *report.text_table(COLUMNS, cells),
-        "",
-        "us: one layer, one token. x dense: how many times as fast, paired per round.",
-        "read: of the pages of 64 positions; random keys, each page with a mean of its own.",
-    ]
+def plot(found: Report, file: Path) -> None:
+    """Time against context, a line for each policy, a field for each shape; of the first cache."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise BitNetError(
+            "bench attention: expected matplotlib for --plot, got none; run: pip install matplotlib"
+        ) from None
+    settings = found["settings"]
+    figure = Figure(figsize=(4.2 * len(settings["shapes"]), 3.8), layout="constrained")
+    fields = figure.subplots(1, len(settings["shapes"]), squeeze=False, sharey=True)[0]
+    for shape, axes in zip(settings["shapes"], fields, strict=True):
+        for policy in ("dense", *settings["policies"]):
+            rows = [
+                row
+                for row in found["rows"]
+                if (row["shape"], row["policy"]) == (shape, policy)
+                and row["kv"] == settings["kv_dtypes"][0]
+                and row["threads"] == settings["threads"][0]
+            ]
+            x = [row["context"] for row in rows]
+            axes.plot(x, [row["time_us"]["median"] / 1e3 for row in rows], "o-", label=policy)
+        axes.set(xscale="log", yscale="log", xlabel="context, positions", title=shape)
+        axes.set_xticks(settings["contexts"], [f"{n:,}" for n in settings["contexts"]], rotation=45)
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    fields[0].set_ylabel(f"ms a layer and token, {settings['kv_dtypes'][0]}")
+    fields[-1].legend(frameon=False, fontsize=7)
+    figure.savefig(file, dpi=110)

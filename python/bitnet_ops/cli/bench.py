@@ -152,6 +152,7 @@ def _add_attention_arguments(attention: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--kv-dtype", default="bfloat16,int8", help="types of the cache (default: bfloat16,int8)")
     add("--check", action="store_true", help="exit status 1 where a policy is too slow")
+    add("--plot", metavar="FILE", help="time against context, as FILE.png or .svg")
 
 
 def _add_engine_arguments(engine: argparse.ArgumentParser) -> None:
@@ -401,6 +402,8 @@ def run(args: argparse.Namespace) -> int:
     print_result(result, report.lines(result), as_json=args.json)
     if args.output:
         report.write_json(result, args.output, replace=args.force)
+    if args.kind == "attention" and args.plot:
+        attention.plot(result, Path(args.plot))
     return 0 if result["ok"] else 1
 
 

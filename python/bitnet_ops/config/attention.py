@@ -56,7 +56,11 @@ KINDS: dict[str, dict[str, _Key]] = {
     "dynamic": {"min_ratio": _share(), "max_ratio": _share(), **_PAGES},
 }
 # Of the earlier systems, by the names that they had.
-PRESETS = {"window_256": "window:256,sinks=4"}
+PRESETS = {
+    "window_256": "window:256,sinks=4",
+    "top_k_128": "top_k:0.25,sinks=4",
+    "dynamic": "dynamic:min_ratio=0.1,max_ratio=0.5,sinks=4",
+}
 POLICY_KEYS = tuple(dict.fromkeys(key for keys in KINDS.values() for key in keys))
 
 
