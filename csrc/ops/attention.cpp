@@ -31,7 +31,9 @@ engine::AttentionPolicy policy_of(const Check& check, const std::string& text, i
     keys.finish();
     return policy;
   } catch (const engine::ProgramError& error) {
-    throw std::runtime_error(std::string("paged_attention: ") + error.what());
+    constexpr size_t kExpected = std::string_view("expected ").size();
+    throw std::runtime_error("paged_attention: expected policy with " +
+                             std::string(error.what()).substr(kExpected));
   }
 }
 

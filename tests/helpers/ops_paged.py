@@ -276,6 +276,10 @@ _PAGED_ATTENTION_REJECTIONS: Rejections = [
         "layout", '"rows" unless the pool is bfloat16 or int8, got "panels" of float32',
     ),
     ({"window": value(-7)}, "window", "at least 0 (none), got -7"),
+    ({"policy": value("window=-1")}, "policy", "key window of line 1 (policy) from 0"),
+    ({"policy": value("top_k=.5")}, "key_bounds", "with a policy that chooses pages, got none"),
+    ({"window": value(7), "policy": value("window=7")}, "window", "0 where policy says it, got 7"),
+    ({"key_bounds": value(torch.ones(8, 1, 2, 32))}, "key_pool", "a multiple of 64 positions"),
 ]  # fmt: skip
 _PANELS_REJECTIONS: Rejections = [
     (
@@ -470,6 +474,7 @@ _PAGED_CACHE_REJECTIONS: Rejections = [
         {"slot_mapping": value(torch.tensor([0, 7, 2, 7, 1]))},
         "slot_mapping", "of different slots, got 7 twice",
     ),
+    ({"key_bounds": value(torch.ones(3, 1, 2, 16))}, "key_pool", "a multiple of 64 positions"),
 ]  # fmt: skip
 _PAGED_CACHE_INT8_REJECTIONS: Rejections = [
     ({"key": to("key", torch.int8)}, "key", FLOATS_TEXT + "int8"),

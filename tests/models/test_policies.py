@@ -247,3 +247,16 @@ def test_caches_with_bounds_are_copied_and_saved(tmp_path: Path) -> None:
         caches = [cache.fork(), other, cache]
         found = [model(TEXT[:, 300:], one) for one in caches]
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[2])
+
+
+def test_the_engine_counts_what_attention_reads() -> None:
+    """Of 200 tokens by the definition of a window; all of a model without a policy."""
+    engine = Engine(model_with("window:64"))
+    engine.generate([TEXT[0, :200].tolist()], limits=Limits(1))
+    pages = sum(p // 64 + 1 for p in range(200))
+    assert 0.5 < engine.stats().attention_read < 1
+    read = sum(p // 64 - max(0, p - 63) // 64 + 1 for p in range(200))
+    assert engine.stats().attention_read == pytest.approx(read / pages, rel=0.1)  # by groups
+    plain = Engine(tiny_model(SMALL["bitnet-offline"]))
+    plain.generate([TEXT[0, :100].tolist()], limits=Limits(1))
+    assert plain.stats().attention_read == 1
