@@ -59,13 +59,10 @@ def cosines(lm: bitnet_ops.LanguageModel, texts: torch.Tensor) -> dict[str, Row]
     def attend(pool: Any, layer: int, q: Any, batch: Any, scale: float, policy: str = "") -> Any:
         dense = plain(pool, layer, q, batch, scale)
         for name, word in words.items():
-            read, pages = _runtime.attention_pages()
             other = plain(pool, layer, q, batch, scale, word)
-            read_now, pages_now = _runtime.attention_pages()
+            ((read, pages),) = _runtime.attention_pages()
             cosine = F.cosine_similarity(dense, other, dim=-1)[CONTEXT // 2 :]
-            for i, value in enumerate(
-                (float(cosine.sum()), cosine.numel(), read_now - read, pages_now - pages)
-            ):
+            for i, value in enumerate((float(cosine.sum()), cosine.numel(), read, pages)):
                 sums[name][i] += value
         return dense
 

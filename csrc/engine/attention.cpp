@@ -83,6 +83,7 @@ void AttentionPlan::make_groups() {
   groups_.clear();
   pieces_.clear();
   choosing_.clear();
+  pages_read_.assign(static_cast<size_t>(shape_.policy.chooses() ? sequences_.count : 0), 0);
   choice_ints_ = most_pages_ = 0;
   most_rows_ = 0;
   int64_t longest = 0;
@@ -440,15 +441,17 @@ void AttentionPlan::prepare(float* shared) const {
   }
 }
 
-void AttentionPlan::count_static(int64_t layers) const {
-  int64_t read = 0, all = 0;
+void AttentionPlan::add_page_counts(int64_t layers) const {
+  if (shape_.policy == AttentionPolicy{}) return;
+  auto& counts = page_counts();
+  counts.resize(static_cast<size_t>(sequences_.count));
   for (const Group& group : groups_) {
-    if (group.choice >= 0) continue;
     const int64_t pages = chunks_of(group.position + group.tokens);
-    read += group.tokens * std::min(group.pieces, pages);
-    all += group.tokens * pages;
+    auto& [read, all] = counts[static_cast<size_t>(group.sequence)];
+    all += layers * group.tokens * pages;
+    if (group.choice < 0) read += layers * group.tokens * std::min(group.pieces, pages);
   }
-  if (all > 0) count_pages(layers * read, layers * all);
+  for (size_t s = 0; s < pages_read_.size(); ++s) counts[s].first += pages_read_[s];
 }
 
 void AttentionPlan::choose(const KernelTable& table, const AttentionBuffers& buffers, int64_t begin,
@@ -523,7 +526,8 @@ void AttentionPlan::choose(const KernelTable& table, const AttentionBuffers& buf
   choice[0] = static_cast<int32_t>(count);
   std::copy_n(order, sinks + best, choice + 1);
   choice[count] = static_cast<int32_t>(others);
-  count_pages(count, pages);
+  std::atomic_ref<int64_t>(pages_read_[static_cast<size_t>(group.sequence)])
+      .fetch_add(count, std::memory_order_relaxed);
 }
 
 void AttentionPlan::run(const KernelTable& table, const AttentionBuffers& buffers, int64_t begin,
@@ -616,7 +620,6 @@ void attend(const AttentionShape& shape, const Sequences& sequences,
   if (partitions == 0) return;
   Scratch<float> shared(plan.shared_floats()), threads(partitions * own);
   plan.prepare(shared.get());
-  if (shape.policy != AttentionPolicy{}) plan.count_static(1);
   const AttentionPlan& tasks = plan;  // the threads of the regions have one of their own
   if (const int64_t choices = plan.choices(); choices > 0) {
     const int64_t parts = std::min(partitions, choices);
@@ -635,6 +638,8 @@ void attend(const AttentionShape& shape, const Sequences& sequences,
     for (int64_t i = next++; i < tasks.tasks(); i = next++)
       tasks.run(table, buffers, i, i + 1, shared.get(), mine);
   });
+  page_counts().clear();
+  plan.add_page_counts(1);
 }
 
 }  // namespace bitnet::engine

@@ -58,8 +58,8 @@ class AttentionPlan {
   int64_t thread_floats() const;
 
   void prepare(float* shared) const;
-  // Counts the pages of groups that choose none, in so many layers (runtime/page_count.h).
-  void count_static(int64_t layers) const;
+  // When so many layers are done: adds what was read to page_counts() (runtime/page_count.h).
+  void add_page_counts(int64_t layers) const;
   // Choices [begin, end).
   void choose(const KernelTable& table, const AttentionBuffers& buffers, int64_t begin, int64_t end,
               float* shared, float* own) const;
@@ -170,7 +170,8 @@ class AttentionPlan {
   Sequences sequences_;
   std::vector<Group> groups_;
   std::vector<Piece> pieces_;
-  std::vector<int32_t> choosing_;  // groups
+  std::vector<int32_t> choosing_;            // groups
+  mutable std::vector<int64_t> pages_read_;  // by sequence, of groups that choose, in all layers
   int64_t choice_ints_ = 0, most_pages_ = 0;
   std::vector<Task> tasks_;
   int64_t rows_per_token_ = 1, block_tokens_ = 1, most_rows_ = 0;
@@ -187,7 +188,6 @@ class AttentionPlans {
   void clear() { used_ = 0; }
   // Builds one more.
   void add(const AttentionShape& shape, const Sequences& sequences, int64_t threads);
-  const AttentionPlan& last() const { return plans_[used_ - 1]; }
   const AttentionPlan& at(int64_t plan) const { return plans_[static_cast<size_t>(plan)]; }
 
   // `shared` has room for all plans, one after the other; a thread's own memory serves all.

@@ -68,10 +68,10 @@ def tuning() -> dict[str, str | int | bool]:
 def build_info() -> dict[str, str | int]:
     """Compiler, torch and ABI floor of this build."""
 
-def attention_pages() -> tuple[int, int]:
-    """(read, all): pages that attention has read under policies, of how many there were.
+def attention_pages() -> list[tuple[int, int]]:
+    """Of each sequence of this thread's last step: pages that attention has read, of how many.
 
-    Of all tokens, layers and KV heads of this process so far.
+    Of all its tokens, layers and KV heads under policies; empty where no layer had one.
     """
 
 def region_count() -> int:

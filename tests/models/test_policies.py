@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import bitnet_ops
 import hybrids
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.attention import PRESETS, AttentionPolicyError
-from bitnet_ops.generate.engine import Engine, Limits, NewToken, SchedulerOptions
+from bitnet_ops.generate.engine import Engine, Finished, Limits, NewToken, SchedulerOptions
 from bitnet_ops.models import Decoder
 from bitnet_ops.nn.blocks import PoolFullError
 from bitnet_ops.nn.kv_cache import KVCache
@@ -257,6 +258,14 @@ def test_the_engine_counts_what_attention_reads() -> None:
     assert 0.5 < engine.stats().attention_read < 1
     read = sum(p // 64 - max(0, p - 63) // 64 + 1 for p in range(200))
     assert engine.stats().attention_read == pytest.approx(read / pages, rel=0.1)  # by groups
+    both = Engine(model_with("top_k:0.5,dense_below=128@0"))
+    for tokens in (100, 330):  # in one step each; the short one reads all
+        both.add(TEXT[0, :tokens].tolist(), limits=Limits(1))
+    ended = [event for _ in range(9) for event in both.step() if isinstance(event, Finished)]
+    assert ended[0].attention_read == 1
+    pages = [p // 64 + 1 for p in range(330)]
+    read = [n if p < 128 else math.ceil(n / 2) for p, n in enumerate(pages)]
+    assert ended[1].attention_read == pytest.approx(sum(read) / sum(pages), rel=0.03)  # by groups
     plain = Engine(tiny_model(SMALL["bitnet-offline"]))
     plain.generate([TEXT[0, :100].tolist()], limits=Limits(1))
     assert plain.stats().attention_read == 1

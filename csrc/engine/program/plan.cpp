@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "format/layout.h"
+#include "runtime/page_count.h"
 
 namespace bitnet::engine {
 namespace {
@@ -247,7 +248,6 @@ void prepare_step(StepState& state, const Program& program, int64_t program_id, 
   s.attention.clear();
   for (const AttentionKind& kind : program.attention_kinds()) {
     s.attention.add(shape_of(s, kind), batch.sequences, s.partitions);
-    if (kind.policy != AttentionPolicy{}) s.attention.last().count_static(kind.layers);
   }
   s.filled_pages.clear();
   if (program.chooses_pages()) find_filled_pages(batch.slots, batch.tokens, s.filled_pages);
@@ -311,6 +311,11 @@ void run_step(StepState& state, const Program& program, int64_t program_id, cons
   Workspace passing;  // for a long prompt at once: not worth keeping
   prepare_step(state, program, program_id, batch, 0, passing);
   state.executor.run(state.step.partitions, state.plan);
+  page_counts().clear();
+  for (size_t kind = 0; kind < program.attention_kinds().size(); ++kind) {
+    state.step.attention.at(static_cast<int64_t>(kind))
+        .add_page_counts(program.attention_kinds()[kind].layers);
+  }
 }
 
 void run_step_timed(StepState& state, const Program& program, int64_t program_id,

@@ -87,10 +87,9 @@ def policy_words(text: str) -> str:
 
 
 def _share_read(caches: Caches, words: str) -> float:
-    read, pages = _runtime.attention_pages()
     caches.attend(0, words)
-    read_now, pages_now = _runtime.attention_pages()
-    return (read_now - read) / (pages_now - pages)
+    ((read, pages),) = _runtime.attention_pages()
+    return read / pages
 
 
 def _rows(s: AttentionSettings, shape: str, context: int, kv_dtype: str) -> list[Row]:

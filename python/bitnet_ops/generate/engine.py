@@ -599,11 +599,12 @@ class Engine:
             ],
             pool.block_size,
         )
-        began, (read, pages) = time.perf_counter(), _runtime.attention_pages()
+        began = time.perf_counter()
         logits = self.model.step(batch, pool)
-        read_now, pages_now = _runtime.attention_pages()
-        scheduler.pages_read += read_now - read
-        scheduler.pages += pages_now - pages
+        if getattr(self.model.config, "policies", ()):
+            for step, (read, pages) in zip(steps, _runtime.attention_pages(), strict=False):
+                step.request.attention.add(read, pages)
+                scheduler.attention.add(read, pages)
         scheduler.learn(plan, time.perf_counter() - began)
         samplers, drafts = [s.request.sampler for s in steps], [s.drafts for s in steps]
         return sample_steps(samplers, drafts, wanted, logits)

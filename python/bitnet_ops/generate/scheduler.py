@@ -21,7 +21,7 @@ import torch
 
 from bitnet_ops import machine
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.generate.request import Request, without
+from bitnet_ops.generate.request import PagesRead, Request, without
 from bitnet_ops.generate.speculation import StepCosts, propose
 from bitnet_ops.generate.states import Checkpoint, StateSlots, stops_of
 from bitnet_ops.nn.blocks import BlockAllocator, PoolFullError
@@ -178,8 +178,8 @@ class Scheduler:
             prompt are forgotten at once, so that they are the next to be taken.
     Attributes: `waiting`, the next one first; `running`, the oldest first; and counts of all that
     has been: `preemptions`, `prompt_tokens`, `reused_tokens` (that the prefix cache spared, those
-    of preempted requests too), `pages_read` of `pages` that attention might have read where it has
-    a policy, `drafted_tokens` and how many of them were right, `accepted_drafts`.
+    of preempted requests too), `drafted_tokens` and how many of them were right, `accepted_drafts`;
+    `attention`, the pages that were read where attention has a policy.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.preemptions = self.drafted_tokens = self.accepted_drafts = 0
         self.prompt_tokens = self.reused_tokens = 0
-        self.pages_read = self.pages = 0
+        self.attention = PagesRead()
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Enter how long the model took over a planned step."""
@@ -219,7 +219,7 @@ class Scheduler:
             drafted_tokens=self.drafted_tokens,
             accepted_drafts=self.accepted_drafts,
             prompt_tokens=self.prompt_tokens,
-            attention_read=self.pages_read / self.pages if self.pages else 1.0,
+            attention_read=self.attention.share,
             state_slots=0 if self.states is None else self.states.pool.slots,
             checkpoints=0 if self.states is None else self.states.checkpoints,
         )
