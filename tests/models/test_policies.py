@@ -168,6 +168,8 @@ def test_layers_that_no_policy_changes_are_named() -> None:
 
 
 def test_load_takes_a_policy() -> None:
+    with pytest.raises(AttentionPolicyError, match="a policy as text, got a int"):
+        bitnet_ops.load(attention=256)  # type: ignore[arg-type]
     lm = bitnet_ops.load(attention="window:256,sinks=4@0")
     assert "window=256 sinks=4" in str(lm.model.listing)
     assert lm.config.policy(1) is None

@@ -99,6 +99,8 @@ def read_policies(
     `own`: what a layer does that no policy changes ("is Gated DeltaNet"), None: it attends to all
     positions. Raises AttentionPolicyError for anything that is not clear.
     """
+    if not isinstance(text, str):
+        raise _error("a policy as text", f"a {type(text).__name__}")
     found: list[AttentionPolicy | None] = [None] * layers
     taken = [False] * layers
     for part in PRESETS.get(text.strip(), text).split(";"):
@@ -106,14 +108,12 @@ def read_policies(
         policy = _policy(words)
         named = [*_numbers(where, layers)] if at else [i for i in range(layers) if own(i) is None]
         if not named:
-            raise _error(text, "a model with a layer that attends to all positions", own(0))
+            raise _error("a model with a layer that attends to all positions", own(0))
         for layer in named:
             if (reason := own(layer)) is not None:
-                raise _error(
-                    text, "layers that attend to all positions", f"{layer}, which {reason}"
-                )
+                raise _error("layers that attend to all positions", f"{layer}, which {reason}")
             if taken[layer]:
-                raise _error(text, "one policy a layer", f"two for layer {layer}")
+                raise _error("one policy a layer", f"two for layer {layer}")
             found[layer], taken[layer] = policy, True
     return tuple(found)
 
@@ -123,7 +123,7 @@ def _policy(text: str) -> AttentionPolicy:
     keys = KINDS.get(kind)
     if keys is None or not colon:
         known = ", ".join(f"{name}:..." for name in KINDS)
-        raise _error(text, f"one of {known} or a preset ({', '.join(PRESETS)})", repr(text))
+        raise _error(f"one of {known} or a preset ({', '.join(PRESETS)})", repr(text))
     first, *others = rest.split(",")
     words = [*([] if "=" in first else [(kind, first)])]
     for word in others if "=" not in first else [first, *others]:
@@ -132,20 +132,20 @@ def _policy(text: str) -> AttentionPolicy:
     given: dict[str, Number] = {}
     for name, value in words:
         if name not in keys or name in given:
-            raise _error(text, f"keys of {', '.join(keys)}, each once", repr(name))
+            raise _error(f"keys of {', '.join(keys)}, each once", repr(name))
         key = keys[name]
         try:
             number = key.read(value)
         except ValueError:
             number = -1
         if not key.good(number):
-            raise _error(text, f"{name} {key.expected}", repr(value))
+            raise _error(f"{name} {key.expected}", repr(value))
         given[name] = number
     for name, key in keys.items():
         if key.required and name not in given:
-            raise _error(text, name, "nothing")
+            raise _error(name, "nothing")
     if given.get("min_ratio", 0) > given.get("max_ratio", 0):
-        raise _error(text, "min_ratio at most max_ratio", given["min_ratio"])
+        raise _error("min_ratio at most max_ratio", given["min_ratio"])
     zero = ("dense_below",)  # means something
     kept = [name for name in keys if given.get(name) or (name in given and name in zero)]
     return AttentionPolicy(kind, tuple((name, given[name]) for name in kept))
@@ -156,14 +156,14 @@ def _numbers(text: str, layers: int) -> Iterator[int]:
     for word in text.split(","):
         first, dash, last = word.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise _error(text, "layers as 0-3,7", repr(text))
+            raise _error("layers as 0-3,7", repr(text))
         end = int(last if dash else first)
         if not int(first) <= end < layers:
-            raise _error(text, f"layers from 0 to {layers - 1}", repr(word))
+            raise _error(f"layers from 0 to {layers - 1}", repr(word))
         yield from range(int(first), end + 1)
 
 
-def _error(text: str, expected: str, got: object) -> AttentionPolicyError:
+def _error(expected: str, got: object) -> AttentionPolicyError:
     return AttentionPolicyError(
         f"attention: expected {expected}, got {got}; a policy is such as window:256,sinks=4"
     )
