@@ -146,9 +146,8 @@ def _open(
     adapters: Mapping[str | None, Adapter],
     memory: Mapping[str, Any],
 ) -> LanguageModel:
-    model = load_model(file, dtype, weight_format, head_format)
+    model = load_model(file, dtype, weight_format, head_format, attention)
     model.set_activation_format(activation_format)
-    model.set_attention(attention)
     for name, adapter in adapters.items():
         model.add_adapter(adapter, name)
     folder = file.parent
