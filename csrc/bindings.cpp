@@ -11,6 +11,7 @@
 #include "format/layout.h"
 #include "kernels/dispatch.h"
 #include "kernels/features.h"
+#include "runtime/page_count.h"
 #include "runtime/pages.h"
 #include "runtime/regions.h"
 #include "runtime/tuning.h"
@@ -164,6 +165,9 @@ PYBIND11_MODULE(_runtime, m) {
       },
       "What is tuned to the make of the CPU.");
   m.def("build_info", &build_info, "Compiler, torch and ABI floor of this build.");
+  m.def(
+      "attention_pages", [] { return bitnet::page_counts(); },
+      "(read, all) pages of each sequence of this thread's last step under attention policies.");
   m.def("region_count", &bitnet::region_count, "Parallel regions opened by ops so far.");
   m.def("mark_forked", &bitnet::mark_forked,
         "In the child of a fork: ops run on one thread if the parent had used a region; returns "

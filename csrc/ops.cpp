@@ -93,13 +93,14 @@ BITNET_LIBRARY(m) {
   m.def(
       "paged_attention(Tensor query, Tensor key_pool, Tensor value_pool, Tensor query_start_loc, "
       "Tensor seq_lens, Tensor block_table, float scale, Tensor? key_scale=None, Tensor? "
-      "value_scale=None, str layout=\"rows\", int window=0) -> Tensor");
+      "value_scale=None, str layout=\"rows\", int window=0, str policy=\"\", Tensor? "
+      "key_bounds=None) -> Tensor");
   // writes key, value F [tokens, KV, D] into slot_mapping [tokens] of such pools, slot = block *
   //   block_size + position (mutated)
   m.def(
       "paged_cache_update(Tensor(a!) key_pool, Tensor(b!) value_pool, Tensor key, Tensor value, "
       "Tensor slot_mapping, Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None, str "
-      "layout=\"rows\") -> ()");
+      "layout=\"rows\", Tensor(e!)? key_bounds=None) -> ()");
   // Gated DeltaNet on new tokens of all sequences, one behind the other: qkv F [tokens, C], a and b
   //   float32 [tokens, HV], conv float32 [kernel, C], A_log and dt_bias float32 [HV]; states of
   //   slots, all float32 (mutated): recurrent [slots, layers, HV, DV / 32, DK, 32], the last inputs

@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 
 #include "kernels/dispatch.h"
 #include "kernels/pair_unit.h"
+#include "runtime/page_count.h"
 #include "runtime/parallel.h"
 
 namespace bitnet::engine {
@@ -23,14 +25,28 @@ constexpr int64_t kMostPartitions = 256;
 
 int64_t chunks_of(int64_t positions) { return (positions + kAttentionChunk - 1) / kAttentionChunk; }
 
+// ceil(ratio * pages); a ratio is a rounded number.
+int64_t share_of(double ratio, int64_t pages) {
+  return static_cast<int64_t>(std::ceil(ratio * static_cast<double>(pages) * (1 - 1e-6)));
+}
+
+// Those that are read whatever their scores.
+int64_t fewest_pages(const AttentionPolicy& policy, int64_t pages) {
+  return std::min(policy.sinks / kAttentionChunk + (policy.sinks % kAttentionChunk != 0) + 1,
+                  pages);
+}
+
 }  // namespace
 
 int64_t attention_work(const AttentionShape& shape, const Sequences& sequences) {
   int64_t positions = 0;
   for (int64_t s = 0; s < sequences.count; ++s) {
-    const int64_t length = sequences.lengths[s];
-    positions +=
-        (shape.window == 0 ? length : std::min(length, shape.window)) * sequences.tokens(s);
+    const AttentionPolicy& p = shape.policy;
+    int64_t seen = sequences.lengths[s];
+    if (p.window != 0)  // not p.window + p.sinks, which could overflow
+      seen = std::min(seen, std::min(p.window, seen) + std::min(p.sinks, seen) +
+                                (p.stride == 0 ? 0 : seen / p.stride));
+    positions += seen * sequences.tokens(s);
   }
   return positions * shape.heads * shape.dim;
 }
@@ -65,20 +81,36 @@ void AttentionPlan::choose_block_tokens(int64_t threads) {
 
 void AttentionPlan::make_groups() {
   groups_.clear();
+  pieces_.clear();
+  choosing_.clear();
+  pages_read_.assign(static_cast<size_t>(shape_.policy.chooses() ? sequences_.count : 0), 0);
+  choice_ints_ = most_pages_ = 0;
   most_rows_ = 0;
   int64_t longest = 0;
   for (int64_t s = 0; s < sequences_.count; ++s) {
-    const int64_t tokens = sequences_.tokens(s), first = sequences_.query_start[s];
-    const int64_t start = sequences_.start(s);
+    const int64_t tokens = sequences_.tokens(s), start = sequences_.start(s);
     if (tokens > 0) longest = std::max(longest, sequences_.lengths[s]);
-    for (int64_t h = 0; h < shape_.kv_heads; ++h) {
-      for (int64_t t = 0; t < tokens; t += block_tokens_) {
-        const int64_t count = std::min(block_tokens_, tokens - t), position = start + t;
-        const int64_t chunk = first_seen(position) / kAttentionChunk;
-        groups_.push_back(
-            {s, h, first + t, count, position, chunk, chunks_of(position + count) - chunk});
-        most_rows_ = std::max(most_rows_, count * rows_per_token_);
+    for (int64_t t = 0, count = 0; t < tokens; t += count) {
+      const int64_t position = start + t;
+      count = std::min(block_tokens_, tokens - t);
+      // tokens that see all and those that do not read other pieces
+      for (int64_t i = 1; shape_.policy.sinks > 0 && i < count; ++i) {
+        if (sees_all(position + i) != sees_all(position)) count = i;
       }
+      const bool choice = chooses(position);
+      if (choice) count = 1;
+      for (int64_t i = 1; shape_.policy.chooses() && i < count; ++i) {
+        if (chooses(position + i)) count = i;
+      }
+      const auto first_piece = static_cast<int64_t>(pieces_.size());
+      if (!choice) add_pieces(position, count);
+      const int64_t pieces = static_cast<int64_t>(pieces_.size()) - first_piece;
+      for (int64_t h = 0; h < shape_.kv_heads; ++h) {
+        groups_.push_back(
+            {s, h, sequences_.query_start[s] + t, count, position, first_piece, pieces});
+        if (choice) add_choice(groups_.back());
+      }
+      most_rows_ = std::max(most_rows_, count * rows_per_token_);
     }
   }
   const CachePool& pool = shape_.pool;
@@ -90,8 +122,57 @@ void AttentionPlan::make_groups() {
   gathers_ = !in_place && (!whole_chunks || !evenly_strided_);
 }
 
+// Whether a token reads some pages of many.
+bool AttentionPlan::chooses(int64_t position) const {
+  const int64_t pages = position / kAttentionChunk + 1;
+  const AttentionPolicy& policy = shape_.policy;
+  const bool fixed = policy.threshold == 0 && policy.min_ratio == policy.max_ratio;
+  return policy.chooses() && position >= policy.dense_below && pages > 2 &&
+         !(fixed && most_pages(pages) == pages);
+}
+
+// How many a token reads at most, its own page included.
+int64_t AttentionPlan::most_pages(int64_t pages) const {
+  const AttentionPolicy& policy = shape_.policy;
+  if (policy.threshold > 0) return pages;
+  return std::clamp(share_of(policy.max_ratio, pages), fewest_pages(policy, pages), pages);
+}
+
+void AttentionPlan::add_choice(Group& group) {
+  const int64_t pages = group.position / kAttentionChunk + 1;
+  group.pieces = most_pages(pages);
+  group.choice = choice_ints_;
+  choice_ints_ += 1 + group.pieces;
+  most_pages_ = std::max(most_pages_, pages);
+  choosing_.push_back(static_cast<int32_t>(groups_.size() - 1));
+}
+
+// What `tokens` tokens from `position` on read; with sinks either all of them see all, or none
+// does.
+void AttentionPlan::add_pieces(int64_t position, int64_t tokens) {
+  const AttentionPolicy& policy = shape_.policy;
+  const bool all = sees_all(position + tokens - 1);
+  const int64_t end = chunks_of(position + tokens);
+  const int64_t window = all ? 0 : first_seen(position) / kAttentionChunk;
+  const auto add = [this](int64_t chunk, Piece::Kind kind) {
+    pieces_.push_back({static_cast<int32_t>(chunk), kind});
+  };
+  const auto whole = [&](int64_t chunk) {
+    return all || (policy.stride != 0 && chunk % policy.stride == 0);
+  };
+  const bool skips = policy.sinks == 0 && policy.stride == 0;
+  for (int64_t c = skips ? window : 0; c < end; ++c) {
+    if (whole(c)) {
+      add(c, Piece::kAll);
+      continue;
+    }
+    if (c * kAttentionChunk < policy.sinks) add(c, Piece::kSinks);
+    if (c >= window) add(c, Piece::kWindow);
+  }
+}
+
 int64_t AttentionPlan::cost_of(const Group& group) const {
-  return group.chunks * (rows_of(group) + kReadingRows);
+  return group.pieces * (rows_of(group) + kReadingRows);
 }
 
 void AttentionPlan::make_tasks(int64_t threads) {
@@ -101,16 +182,16 @@ void AttentionPlan::make_tasks(int64_t threads) {
   for (const Group& group : groups_) cost += cost_of(group);
   for (size_t g = 0; g < groups_.size(); ++g) {
     Group& group = groups_[g];
-    const int64_t floats = group.chunks * rows_of(group) * state_floats();
-    if (group.chunks == 1 || cost_of(group) * kGroupsPerThread * threads <= cost ||
+    const int64_t floats = group.pieces * rows_of(group) * state_floats();
+    if (group.pieces == 1 || cost_of(group) * kGroupsPerThread * threads <= cost ||
         states_floats_ + floats > kMostSplitFloats) {
       continue;
     }
     group.counter = split_groups_++;
     group.states = states_floats_;
     states_floats_ += floats;
-    for (int64_t c = group.first_chunk; c < group.end_chunk(); ++c) {
-      tasks_.push_back({static_cast<int32_t>(g), static_cast<int32_t>(c)});
+    for (int64_t i = 0; i < group.pieces; ++i) {
+      tasks_.push_back({static_cast<int32_t>(g), static_cast<int32_t>(i)});
     }
   }
   split_tasks_ = tasks();
@@ -131,8 +212,16 @@ int64_t AttentionPlan::counter_floats() const { return (split_groups_ + 15) / 16
 // A group's query rows, a row of output, a chunk's rows put together, the kernel's scratch, and the
 // states of a group so far and of a chunk.
 int64_t AttentionPlan::thread_floats() const {
-  return query_floats() + attention_padded(shape_.dim) + gathered_floats() +
-         attention_scratch_floats(most_rows_, shape_.dim) + 2 * most_rows_ * state_floats();
+  return std::max(choosing_floats(), query_floats() + attention_padded(shape_.dim) +
+                                         gathered_floats() +
+                                         attention_scratch_floats(most_rows_, shape_.dim) +
+                                         2 * most_rows_ * state_floats());
+}
+
+// Of choose(): the sums over queries, the queries, scores, weights and an order of pages.
+int64_t AttentionPlan::choosing_floats() const {
+  return attention_padded(2 * shape_.dim) + attention_padded(rows_per_token_ * shape_.dim) +
+         3 * attention_padded(most_pages_);
 }
 
 int64_t AttentionPlan::query_floats() const {
@@ -198,24 +287,26 @@ bool AttentionPlan::lies_in_place(int64_t begin, int64_t positions) const {
 
 // A hint for prefetching: rows that have to be put together first are fetched by that copy.
 const void* AttentionPlan::keys_in_place(const CachePool& pool, const Next& next) const {
-  const int64_t begin = next.chunk * kAttentionChunk;
-  if (next.group == nullptr || !lies_in_place(begin, positions_of(*next.group, next.chunk))) {
+  const int64_t begin = next.piece.begin();
+  if (next.group == nullptr || !lies_in_place(begin, positions_of(*next.group, next.piece))) {
     return nullptr;
   }
   const int64_t block = sequences_.blocks(next.group->sequence)[begin / pool.block_size];
   return pool.keys.at(block, begin % pool.block_size, next.group->kv_head);
 }
 
-int64_t AttentionPlan::positions_of(const Group& group, int64_t chunk) const {
-  return std::min(kAttentionChunk, group.position + group.tokens - chunk * kAttentionChunk);
+int64_t AttentionPlan::positions_of(const Group& group, const Piece& piece) const {
+  const int64_t end =
+      piece.kind == Piece::kSinks ? shape_.policy.sinks : group.position + group.tokens;
+  return std::min(kAttentionChunk, end - piece.begin());
 }
 
 // Those behind the last position stay null, and so do those that the group sees nothing of.
 void AttentionPlan::find_panels(const CachePool& pool, const PoolView& view, const Group& group,
-                                int64_t chunk, const void* (&panels)[kChunkPanels]) const {
+                                const Piece& piece, const void* (&panels)[kChunkPanels]) const {
   const int64_t* blocks = sequences_.blocks(group.sequence);
-  const int64_t begin = chunk * kAttentionChunk, positions = positions_of(group, chunk);
-  for (int64_t i = hidden_in(group, chunk) / kPanelPositions; i * kPanelPositions < positions;
+  const int64_t begin = piece.begin(), positions = positions_of(group, piece);
+  for (int64_t i = hidden_in(group, piece) / kPanelPositions; i * kPanelPositions < positions;
        ++i) {
     const int64_t at = begin + i * kPanelPositions;
     panels[i] = view.at(blocks[at / pool.block_size], at % pool.block_size, group.kv_head);
@@ -223,9 +314,9 @@ void AttentionPlan::find_panels(const CachePool& pool, const PoolView& view, con
 }
 
 // The rows where they are if they follow each other at equal distances, else copies in `memory`.
-AttentionPlan::ChunkRows AttentionPlan::rows_of_chunk(const CachePool& pool, const Group& group,
-                                                      int64_t begin, int64_t positions,
-                                                      float* memory) const {
+AttentionPlan::ChunkRows AttentionPlan::rows_of_piece(const CachePool& pool, const Group& group,
+                                                      const Piece& piece, float* memory) const {
+  const int64_t begin = piece.begin(), positions = positions_of(group, piece);
   const int64_t* blocks = sequences_.blocks(group.sequence);
   const int64_t head = group.kv_head, row_bytes = pool.row_bytes();
   const auto floats = [](const char* p) { return reinterpret_cast<const float*>(p); };
@@ -241,8 +332,7 @@ AttentionPlan::ChunkRows AttentionPlan::rows_of_chunk(const CachePool& pool, con
   auto* keys = reinterpret_cast<char*>(value_scale + kAttentionChunk);
   char* values = keys + 4 * attention_padded((kAttentionChunk * row_bytes + 3) / 4);
   const bool rows = !pool.in_panels();
-  const int64_t hidden = hidden_in(group, begin / kAttentionChunk);
-  for (int64_t i = hidden; i < positions && (rows || pool.scaled()); ++i) {
+  for (int64_t i = hidden_in(group, piece); i < positions && (rows || pool.scaled()); ++i) {
     const int64_t block = blocks[(begin + i) / pool.block_size];
     const int64_t at = (begin + i) % pool.block_size;
     if (rows) {
@@ -258,39 +348,49 @@ AttentionPlan::ChunkRows AttentionPlan::rows_of_chunk(const CachePool& pool, con
   return {keys, values, row_bytes, key_scale, value_scale};
 }
 
+// Of the window.
 int64_t AttentionPlan::first_seen(int64_t position) const {
-  return shape_.window == 0 ? 0 : std::max<int64_t>(0, position - shape_.window + 1);
+  return shape_.policy.window == 0 ? 0 : std::max<int64_t>(0, position - shape_.policy.window + 1);
+}
+
+// Whether nothing lies between sinks and window. Such tokens read whole chunks, as without a
+// policy.
+bool AttentionPlan::sees_all(int64_t position) const {
+  return first_seen(position) <= shape_.policy.sinks;
 }
 
 // Positions of the chunk that no row of the group sees, since they lie before all windows.
-int64_t AttentionPlan::hidden_in(const Group& group, int64_t chunk) const {
-  return std::max<int64_t>(0, first_seen(group.position) - chunk * kAttentionChunk);
+int64_t AttentionPlan::hidden_in(const Group& group, const Piece& piece) const {
+  if (piece.kind != Piece::kWindow) return 0;
+  return std::max<int64_t>(0, first_seen(group.position) - piece.begin());
 }
 
 // Rows whose token stands before the chunk: it shows them nothing.
-int64_t AttentionPlan::rows_before(const Group& group, int64_t chunk) const {
-  return std::max<int64_t>(0, chunk * kAttentionChunk - group.position) * rows_per_token_;
+int64_t AttentionPlan::rows_before(const Group& group, const Piece& piece) const {
+  return std::max<int64_t>(0, piece.begin() - group.position) * rows_per_token_;
 }
 
 // Rows whose window does not begin behind the chunk.
-int64_t AttentionPlan::rows_up_to(const Group& group, int64_t chunk) const {
-  if (shape_.window == 0 || shape_.window >= group.position + group.tokens) return rows_of(group);
-  const int64_t last = (chunk + 1) * kAttentionChunk + shape_.window - 2;  // a token that sees it
+int64_t AttentionPlan::rows_up_to(const Group& group, const Piece& piece) const {
+  const int64_t window = shape_.policy.window;
+  if (piece.kind != Piece::kWindow || window >= group.position + group.tokens)
+    return rows_of(group);
+  const int64_t last = piece.begin() + kAttentionChunk + window - 2;  // a token that sees it
   return std::min(group.tokens, last - group.position + 1) * rows_per_token_;
 }
 
-// States of the rows that see any of the chunk: [rows_before, rows_up_to).
+// States of the rows that see any of the piece: [rows_before, rows_up_to).
 void AttentionPlan::attend(const KernelTable& table, const AttentionBuffers& buffers,
-                           const Group& group, int64_t chunk, const Next& next, const Query& query,
-                           float* own, float* states) const {
-  const int64_t begin = chunk * kAttentionChunk;
-  const int64_t skipped = rows_before(group, chunk);
-  const int64_t positions = positions_of(group, chunk);
-  const ChunkRows rows = rows_of_chunk(buffers.pool, group, begin, positions, gathered_at(own));
+                           const Group& group, const Piece& piece, const Next& next,
+                           const Query& query, float* own, float* states) const {
+  const int64_t begin = piece.begin();
+  const int64_t skipped = rows_before(group, piece);
+  const int64_t positions = positions_of(group, piece);
+  const ChunkRows rows = rows_of_piece(buffers.pool, group, piece, gathered_at(own));
   const bool int8 = shape_.pool.scaled();
-  AttentionChunk piece = {
+  AttentionChunk chunk = {
       .query = int8 ? nullptr : query.rows + skipped * shape_.dim,
-      .rows = rows_up_to(group, chunk) - skipped,
+      .rows = rows_up_to(group, piece) - skipped,
       .dim = shape_.dim,
       .rows_per_token = rows_per_token_,
       .type = shape_.pool.type,
@@ -307,25 +407,28 @@ void AttentionPlan::attend(const KernelTable& table, const AttentionBuffers& buf
                    : Int8Attention{},
       .layout = shape_.pool.layout,
   };
-  if (shape_.window != 0) piece.first_hidden = piece.first_visible - shape_.window;
+  if (piece.kind == Piece::kWindow) chunk.first_hidden = chunk.first_visible - shape_.policy.window;
   if (shape_.pool.in_panels()) {
     const CachePool& pool = buffers.pool;
-    find_panels(pool, pool.keys, group, chunk, piece.panels.keys);
-    find_panels(pool, pool.values, group, chunk, piece.panels.values);
+    find_panels(pool, pool.keys, group, piece, chunk.panels.keys);
+    find_panels(pool, pool.values, group, piece, chunk.panels.values);
     if (next.group != nullptr) {
-      find_panels(pool, pool.keys, *next.group, next.chunk, piece.panels.next_keys);
-      find_panels(pool, pool.values, *next.group, next.chunk, piece.panels.next_values);
+      find_panels(pool, pool.keys, *next.group, next.piece, chunk.panels.next_keys);
+      find_panels(pool, pool.values, *next.group, next.piece, chunk.panels.next_values);
     }
   }
-  table.attend_chunk(piece, scratch_at(own), states + skipped * state_floats());
+  table.attend_chunk(chunk, scratch_at(own), states + skipped * state_floats());
 }
 
-// The states of a chunk into those of all chunks before it; of rows that see none of these, the
-// last ones, they are the first.
-void AttentionPlan::merge(const KernelTable& table, const Group& group, int64_t chunk,
-                          const float* later, float* states) const {
-  const int64_t begin = rows_before(group, chunk), end = rows_up_to(group, chunk);
-  const int64_t others = std::clamp(rows_up_to(group, chunk - 1), begin, end);
+// The states of a piece into those of all pieces before it; of rows that see none of these, the
+// last ones, they are the first. Of pieces other than those of windows all rows see the first.
+void AttentionPlan::merge(const KernelTable& table, const Group& group, int64_t piece,
+                          const float* later, float* states, float* shared) const {
+  const Piece now = piece_of(group, piece, shared);
+  const int64_t begin = rows_before(group, now), end = rows_up_to(group, now);
+  int64_t others = end;
+  if (piece_of(group, 0, shared).kind == Piece::kWindow)
+    others = std::clamp(rows_up_to(group, piece_of(group, piece - 1, shared)), begin, end);
   const int64_t at = begin * state_floats(), first = others * state_floats();
   table.merge_attention(others - begin, shape_.dim, later + at, states + at);
   std::copy(later + first, later + end * state_floats(), states + first);
@@ -334,8 +437,97 @@ void AttentionPlan::merge(const KernelTable& table, const Group& group, int64_t 
 void AttentionPlan::prepare(float* shared) const {
   auto* left = reinterpret_cast<int32_t*>(shared);
   for (const Group& group : groups_) {
-    if (group.counter >= 0) left[group.counter] = static_cast<int32_t>(group.chunks);
+    if (group.counter >= 0) left[group.counter] = static_cast<int32_t>(group.pieces);
   }
+}
+
+void AttentionPlan::add_page_counts(int64_t layers) const {
+  if (shape_.policy == AttentionPolicy{}) return;
+  auto& counts = page_counts();
+  counts.resize(static_cast<size_t>(sequences_.count));
+  for (const Group& group : groups_) {
+    const int64_t pages = chunks_of(group.position + group.tokens);
+    auto& [read, all] = counts[static_cast<size_t>(group.sequence)];
+    all += layers * group.tokens * pages;
+    if (group.choice < 0) read += layers * group.tokens * std::min(group.pieces, pages);
+  }
+  for (size_t s = 0; s < pages_read_.size(); ++s) counts[s].first += pages_read_[s];
+}
+
+void AttentionPlan::choose(const KernelTable& table, const AttentionBuffers& buffers, int64_t begin,
+                           int64_t end, float* shared, float* own) const {
+  for (int64_t i = begin; i < end; ++i) {
+    const Group& group = groups_[static_cast<size_t>(choosing_[static_cast<size_t>(i)])];
+    choose(table, buffers, group, choice_of(group, shared), own);
+  }
+}
+
+// max(q * most, q * least) added over the queries is Q+ * most + Q- * least, Q+ the sum of positive
+// queries and Q- that of the others: one dot product a page, in the lane order of head_dense.
+void AttentionPlan::choose(const KernelTable& table, const AttentionBuffers& buffers,
+                           const Group& group, int32_t* choice, float* own) const {
+  const AttentionPolicy& policy = shape_.policy;
+  const CachePool& pool = buffers.pool;
+  const int64_t dim = shape_.dim, per_block = pool.block_size / kAttentionChunk;
+  const int64_t pages = group.position / kAttentionChunk + 1, others = pages - 1;
+  float *sums = own, *queries = sums + attention_padded(2 * dim),
+        *scores = queries + attention_padded(rows_per_token_ * dim),
+        *weights = scores + attention_padded(most_pages_);
+  auto* order = reinterpret_cast<int32_t*>(weights + attention_padded(most_pages_));
+  const int64_t first = (group.token * shape_.kv_heads + group.kv_head) * rows_per_token_ * dim;
+  table.load_row(shape_.query_type,
+                 offset_bytes(buffers.query, first * element_size(shape_.query_type)),
+                 rows_per_token_ * dim, queries);
+  std::fill_n(sums, 2 * dim, 0.0f);
+  for (int64_t i = 0; i < rows_per_token_ * dim; ++i) {
+    const float q = queries[i] * shape_.scale;
+    sums[(q > 0 ? 0 : dim) + i % dim] += q;
+  }
+  const int64_t* blocks = sequences_.blocks(group.sequence);
+  const auto bounds_of = [&](int64_t page) {
+    return pool.bounds.at(blocks[page / per_block], page % per_block, group.kv_head);
+  };
+  constexpr int64_t kAhead = 4;
+  for (int64_t page = 0; page < others; ++page) {
+    for (int64_t i = 0; page + kAhead < others && i < 4 * dim; i += 64)
+      __builtin_prefetch(bounds_of(page + kAhead) + i);
+    float& score = scores[page];
+    table.head_dense(sums, 1, DType::kBF16, bounds_of(page), 2 * dim, 0, 1, {0}, &score, 1);
+    if (score != score) score = INFINITY;  // to be read, so that it is seen
+    order[page] = static_cast<int32_t>(page);
+  }
+  const int64_t fewest = fewest_pages(policy, pages), sinks = fewest - 1;
+  int64_t count = share_of(policy.max_ratio, pages);
+  const bool weighs = policy.threshold > 0 || policy.min_ratio != policy.max_ratio;
+  const float top = table.max_row(scores, others);
+  if (weighs && std::isfinite(top)) {
+    const float inv = 1.0f / static_cast<float>(rows_per_token_);
+    const double sum = table.exp_row(scores, others, top, inv, weights);
+    if (policy.threshold > 0) {
+      count = fewest;
+      for (int64_t page = sinks; page < others; ++page) count += weights[page] >= policy.threshold;
+    } else {
+      double entropy = std::log(sum);
+      for (int64_t page = 0; page < others; ++page)
+        entropy += static_cast<double>(weights[page]) / sum * inv *
+                   (static_cast<double>(top) - static_cast<double>(scores[page]));
+      const double spread = std::clamp(entropy / std::log(static_cast<double>(others)), 0.0, 1.0);
+      count = share_of(policy.min_ratio + (policy.max_ratio - policy.min_ratio) * spread, pages);
+    }
+  } else if (weighs) {
+    count = pages;
+  }
+  count = std::clamp(count, fewest, most_pages(pages));
+  const int64_t best = count - 1 - sinks;  // by their scores
+  std::nth_element(order + sinks, order + sinks + best, order + others, [&](int32_t a, int32_t b) {
+    return scores[a] != scores[b] ? scores[a] > scores[b] : a < b;
+  });
+  std::sort(order + sinks, order + sinks + best);
+  choice[0] = static_cast<int32_t>(count);
+  std::copy_n(order, sinks + best, choice + 1);
+  choice[count] = static_cast<int32_t>(others);
+  std::atomic_ref<int64_t>(pages_read_[static_cast<size_t>(group.sequence)])
+      .fetch_add(count, std::memory_order_relaxed);
 }
 
 void AttentionPlan::run(const KernelTable& table, const AttentionBuffers& buffers, int64_t begin,
@@ -350,42 +542,48 @@ void AttentionPlan::run(const KernelTable& table, const AttentionBuffers& buffer
     if (i < split_tasks_) {
       run_chunk(table, buffers, i, query, shared, own);
     } else {
-      run_group(table, buffers, group, query, own);
+      run_group(table, buffers, group, query, shared, own);
     }
   }
 }
 
 void AttentionPlan::run_chunk(const KernelTable& table, const AttentionBuffers& buffers,
                               int64_t task, const Query& query, float* shared, float* own) const {
-  const auto [g, chunk] = tasks_[static_cast<size_t>(task)];
+  const auto [g, piece] = tasks_[static_cast<size_t>(task)];
   const Group& group = groups_[static_cast<size_t>(g)];
   Next next;
   if (task + 1 < split_tasks_) {
     const Task after = tasks_[static_cast<size_t>(task + 1)];
-    next = {&groups_[static_cast<size_t>(after.group)], after.chunk};
+    const Group& group_after = groups_[static_cast<size_t>(after.group)];
+    if (after.piece < pieces_of(group_after, shared))
+      next = {&group_after, piece_of(group_after, after.piece, shared)};
   }
-  const int64_t chunk_floats = rows_of(group) * state_floats();
+  const int64_t piece_floats = rows_of(group) * state_floats();
   float* states = shared + counter_floats() + group.states;
-  const auto states_of = [&](int64_t c) { return states + (c - group.first_chunk) * chunk_floats; };
-  attend(table, buffers, group, chunk, next, query, own, states_of(chunk));
+  const auto states_of = [&](int64_t i) { return states + i * piece_floats; };
+  const int64_t pieces = pieces_of(group, shared);
+  if (piece < pieces)
+    attend(table, buffers, group, piece_of(group, piece, shared), next, query, own,
+           states_of(piece));
   // acq_rel: the last one sees what the others wrote.
   std::atomic_ref<int32_t> left(reinterpret_cast<int32_t*>(shared)[group.counter]);
   if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  left.store(static_cast<int32_t>(group.chunks), std::memory_order_relaxed);
-  for (int64_t c = group.first_chunk + 1; c < group.end_chunk(); ++c) {
-    merge(table, group, c, states_of(c), states);
-  }
+  left.store(static_cast<int32_t>(group.pieces), std::memory_order_relaxed);
+  for (int64_t i = 1; i < pieces; ++i) merge(table, group, i, states_of(i), states, shared);
   store_out(table, buffers, group, states, row_at(own));
 }
 
 void AttentionPlan::run_group(const KernelTable& table, const AttentionBuffers& buffers,
-                              const Group& group, const Query& query, float* own) const {
+                              const Group& group, const Query& query, float* shared,
+                              float* own) const {
   float* states = scratch_at(own) + attention_scratch_floats(most_rows_, shape_.dim);
   float* later = states + rows_of(group) * state_floats();
-  for (int64_t c = group.first_chunk; c < group.end_chunk(); ++c) {
-    const Next next = c + 1 == group.end_chunk() ? Next{} : Next{&group, c + 1};
-    attend(table, buffers, group, c, next, query, own, c == group.first_chunk ? states : later);
-    if (c > group.first_chunk) merge(table, group, c, later, states);
+  const int64_t pieces = pieces_of(group, shared);
+  for (int64_t i = 0; i < pieces; ++i) {
+    const Next next = i + 1 == pieces ? Next{} : Next{&group, piece_of(group, i + 1, shared)};
+    attend(table, buffers, group, piece_of(group, i, shared), next, query, own,
+           i == 0 ? states : later);
+    if (i > 0) merge(table, group, i, later, states, shared);
   }
   store_out(table, buffers, group, states, row_at(own));
 }
@@ -422,8 +620,15 @@ void attend(const AttentionShape& shape, const Sequences& sequences,
   if (partitions == 0) return;
   Scratch<float> shared(plan.shared_floats()), threads(partitions * own);
   plan.prepare(shared.get());
+  const AttentionPlan& tasks = plan;  // the threads of the regions have one of their own
+  if (const int64_t choices = plan.choices(); choices > 0) {
+    const int64_t parts = std::min(partitions, choices);
+    run_partitions(parts, [&](int64_t p) {
+      tasks.choose(table, buffers, partition_begin(choices, parts, p),
+                   partition_begin(choices, parts, p + 1), shared.get(), threads.get() + p * own);
+    });
+  }
   std::atomic<int64_t> next{plan.split_tasks()};
-  const AttentionPlan& tasks = plan;  // the threads of the region have one of their own
   run_partitions(partitions, [&](int64_t p) {
     float* mine = threads.get() + p * own;
     // equal tasks: a sequential stream for each thread; then the dear ones first
@@ -433,6 +638,8 @@ void attend(const AttentionShape& shape, const Sequences& sequences,
     for (int64_t i = next++; i < tasks.tasks(); i = next++)
       tasks.run(table, buffers, i, i + 1, shared.get(), mine);
   });
+  page_counts().clear();
+  plan.add_page_counts(1);
 }
 
 }  // namespace bitnet::engine

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "engine/attention_policy.h"
 #include "engine/kv_cache.h"
 #include "kernels/kernel_table.h"
 
@@ -15,8 +16,8 @@ struct AttentionShape {
   int64_t heads, kv_heads, dim;
   DType query_type;  // of query and out
   float scale;
-  CachePool pool;      // strides only; each call brings the data
-  int64_t window = 0;  // a token at p sees positions p - window + 1 .. p; 0: all up to p
+  CachePool pool;  // strides only; each call brings the data
+  AttentionPolicy policy{};
 };
 
 struct AttentionBuffers {
@@ -40,8 +41,8 @@ int64_t attention_work(const AttentionShape& shape, const Sequences& sequences);
 // A group is a block of tokens of one sequence, times the query heads of one KV head. A group that
 // is more than a fair share of all work is split: each chunk of its positions is a task, and the
 // thread that finishes the last chunk merges them, without a barrier. Any other group is one task.
-// The result is the same, bit for bit, for every plan. Chunks before a group's window are neither
-// read nor counted.
+// The result is the same, bit for bit, for every plan. What a group reads is a list of pieces, each
+// some of the positions of one chunk.
 class AttentionPlan {
  public:
   // The arrays of `sequences` must be valid, and live as long as the plan is used. Reuses the
@@ -51,10 +52,17 @@ class AttentionPlan {
   int64_t tasks() const { return static_cast<int64_t>(tasks_.size()); }
   // Tasks [0, split_tasks()) are chunks; the others are groups, the most expensive first.
   int64_t split_tasks() const { return split_tasks_; }
-  int64_t shared_floats() const { return counter_floats() + states_floats_; }
+  int64_t shared_floats() const { return choices_at() + choice_ints_; }
+  // Groups that choose what they read: choose() of each before the first task of a layer.
+  int64_t choices() const { return static_cast<int64_t>(choosing_.size()); }
   int64_t thread_floats() const;
 
   void prepare(float* shared) const;
+  // When so many layers are done: adds what was read to page_counts() (runtime/page_count.h).
+  void add_page_counts(int64_t layers) const;
+  // Choices [begin, end).
+  void choose(const KernelTable& table, const AttentionBuffers& buffers, int64_t begin, int64_t end,
+              float* shared, float* own) const;
   // Tasks [begin, end).
   void run(const KernelTable& table, const AttentionBuffers& buffers, int64_t begin, int64_t end,
            float* shared, float* own) const;
@@ -64,14 +72,22 @@ class AttentionPlan {
     int64_t sequence, kv_head;
     int64_t token, tokens;  // [token, token + tokens) of all tokens
     int64_t position;       // of its first token
-    int64_t first_chunk;    // the first chunk that its first token sees
-    int64_t chunks;         // up to the last chunk that its last token sees
-    int64_t end_chunk() const { return first_chunk + chunks; }
-    int64_t counter = -1;  // of a split group: its counter, and where its states begin
+    int64_t first_piece;    // in pieces_, which the heads of a block of tokens share
+    int64_t pieces;         // of one that chooses: at most
+    int64_t choice = -1;    // of one that chooses: where its choice lies
+    int64_t counter = -1;   // of a split group: its counter, and where its states begin
     int64_t states = 0;
   };
+  // What a group reads of a chunk: of the positions up to its own, each token sees those of its
+  // window, all, or those of the first `sinks`. One chunk may be two pieces, its sinks the first.
+  struct Piece {
+    enum Kind : int32_t { kWindow, kAll, kSinks };
+    int32_t chunk;
+    Kind kind;
+    int64_t begin() const { return chunk * kAttentionChunk; }
+  };
   struct Task {
-    int32_t group, chunk;  // chunk -1: all chunks
+    int32_t group, piece;  // piece -1: all pieces
   };
   // A group's query rows: float32, or for an int8 cache 16-bit integers with one factor a row.
   struct Query {
@@ -85,14 +101,25 @@ class AttentionPlan {
     int64_t stride_bytes;
     const float *key_scale, *value_scale;
   };
-  // The chunk that a thread will read next, to be prefetched; group null: none.
+  // What a thread will read next, to be prefetched; group null: nothing.
   struct Next {
     const Group* group = nullptr;
-    int64_t chunk = 0;
+    Piece piece{};
   };
 
   void choose_block_tokens(int64_t threads);
   void make_groups();
+  bool chooses(int64_t position) const;
+  void add_choice(Group& group);
+  int64_t most_pages(int64_t pages) const;
+  void choose(const KernelTable& table, const AttentionBuffers& buffers, const Group& group,
+              int32_t* choice, float* own) const;
+  int64_t choosing_floats() const;
+  int64_t choices_at() const { return counter_floats() + states_floats_; }
+  int32_t* choice_of(const Group& group, float* shared) const {
+    return reinterpret_cast<int32_t*>(shared + choices_at()) + group.choice;
+  }
+  void add_pieces(int64_t position, int64_t tokens);
   void make_tasks(int64_t threads);
   int64_t rows_of(const Group& group) const { return group.tokens * rows_per_token_; }
   int64_t cost_of(const Group& group) const;
@@ -110,29 +137,42 @@ class AttentionPlan {
   // Whether the kernels can read a chunk's rows in place; the keys of such a chunk, else null.
   bool lies_in_place(int64_t begin, int64_t positions) const;
   const void* keys_in_place(const CachePool& pool, const Next& next) const;
-  ChunkRows rows_of_chunk(const CachePool& pool, const Group& group, int64_t begin,
-                          int64_t positions, float* memory) const;
-  int64_t positions_of(const Group& group, int64_t chunk) const;
-  void find_panels(const CachePool& pool, const PoolView& view, const Group& group, int64_t chunk,
-                   const void* (&panels)[kChunkPanels]) const;
+  ChunkRows rows_of_piece(const CachePool& pool, const Group& group, const Piece& piece,
+                          float* memory) const;
+  int64_t pieces_of(const Group& group, float* shared) const {
+    return group.choice < 0 ? group.pieces : choice_of(group, shared)[0];
+  }
+  Piece piece_of(const Group& group, int64_t i, float* shared) const {
+    if (group.choice >= 0) return {choice_of(group, shared)[1 + i], Piece::kAll};
+    return pieces_[static_cast<size_t>(group.first_piece + i)];
+  }
+  int64_t positions_of(const Group& group, const Piece& piece) const;
+  void find_panels(const CachePool& pool, const PoolView& view, const Group& group,
+                   const Piece& piece, const void* (&panels)[kChunkPanels]) const;
   void attend(const KernelTable& table, const AttentionBuffers& buffers, const Group& group,
-              int64_t chunk, const Next& next, const Query& query, float* own, float* states) const;
-  void merge(const KernelTable& table, const Group& group, int64_t chunk, const float* later,
-             float* states) const;
+              const Piece& piece, const Next& next, const Query& query, float* own,
+              float* states) const;
+  void merge(const KernelTable& table, const Group& group, int64_t piece, const float* later,
+             float* states, float* shared) const;
+  bool sees_all(int64_t position) const;
   int64_t first_seen(int64_t position) const;
-  int64_t rows_before(const Group& group, int64_t chunk) const;
-  int64_t rows_up_to(const Group& group, int64_t chunk) const;
-  int64_t hidden_in(const Group& group, int64_t chunk) const;
+  int64_t rows_before(const Group& group, const Piece& piece) const;
+  int64_t rows_up_to(const Group& group, const Piece& piece) const;
+  int64_t hidden_in(const Group& group, const Piece& piece) const;
   void store_out(const KernelTable& table, const AttentionBuffers& buffers, const Group& group,
                  const float* states, float* row) const;
   void run_chunk(const KernelTable& table, const AttentionBuffers& buffers, int64_t task,
                  const Query& query, float* shared, float* own) const;
   void run_group(const KernelTable& table, const AttentionBuffers& buffers, const Group& group,
-                 const Query& query, float* own) const;
+                 const Query& query, float* shared, float* own) const;
 
   AttentionShape shape_{};
   Sequences sequences_;
   std::vector<Group> groups_;
+  std::vector<Piece> pieces_;
+  std::vector<int32_t> choosing_;            // groups
+  mutable std::vector<int64_t> pages_read_;  // by sequence, of groups that choose, in all layers
+  int64_t choice_ints_ = 0, most_pages_ = 0;
   std::vector<Task> tasks_;
   int64_t rows_per_token_ = 1, block_tokens_ = 1, most_rows_ = 0;
   bool pair_unit_ = false;  // AttentionChunk::pair_unit

@@ -61,7 +61,74 @@ void store_row(const KernelTable& table, const CachePool& pool, const PoolView& 
       table.head_quantize_int8(row, pool.dim, reinterpret_cast<int8_t*>(to));
 }
 
+// What put_in_panel has put there.
+template <class T>
+void take_from_panel(const char* panel, int64_t dim, int64_t position, T* codes) {
+  constexpr int64_t kWord = 4, kEach = kWord / static_cast<int64_t>(sizeof(T));
+  for (int64_t i = 0; i < dim; i += kEach)
+    std::memcpy(codes + i, panel + (i / kEach * kPanelPositions + position) * kWord, kWord);
+}
+
+// One head's key as attention reads it.
+void load_key(const KernelTable& table, const CachePool& pool, int64_t block, int64_t at,
+              int64_t head, float* row) {
+  alignas(4) int8_t codes[kMaxInt8Dim];
+  const int64_t position = at % kPanelPositions;
+  const char* from = pool.keys.at(block, pool.in_panels() ? at - position : at, head);
+  if (pool.scaled()) {
+    if (pool.in_panels()) {
+      take_from_panel(from, pool.dim, position, codes);
+      from = reinterpret_cast<const char*>(codes);
+    }
+    const float scale = *reinterpret_cast<const float*>(pool.key_scales.at(block, at, head));
+    for (int64_t i = 0; i < pool.dim; ++i)
+      row[i] = static_cast<float>(reinterpret_cast<const int8_t*>(from)[i]) * scale;
+    return;
+  }
+  if (!pool.in_panels()) return table.load_row(pool.type, from, pool.dim, row);
+  auto* halves = reinterpret_cast<uint16_t*>(row) + pool.dim;  // widened from the front on
+  take_from_panel(from, pool.dim, position, halves);
+  table.load_row(pool.type, halves, pool.dim, row);
+}
+
+// The bfloat16 next to x that is not below it, or, with `down`, not above.
+uint16_t rounded_away(float x, bool down) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  if (x != x) return 0x7fc0;
+  const bool negative = (bits >> 31) != 0;
+  if ((bits & 0xffff) != 0 && negative == down) bits += 0x10000;  // away from zero
+  return static_cast<uint16_t>(bits >> 16);
+}
+
 }  // namespace
+
+void bound_page(const KernelTable& table, const CachePool& pool, int64_t page, int64_t head,
+                float* row) {
+  const int64_t dim = pool.dim, pages = pool.block_size / kAttentionChunk, block = page / pages;
+  float *key = row, *most = row + dim, *least = most + dim;
+  for (int64_t p = 0; p < kAttentionChunk; ++p) {
+    load_key(table, pool, block, page % pages * kAttentionChunk + p, head, key);
+    for (int64_t i = 0; i < dim; ++i) {
+      const float x = key[i];  // a NaN stays
+      most[i] = p == 0 || x > most[i] || x != x ? x : most[i];
+      least[i] = p == 0 || x < least[i] || x != x ? x : least[i];
+    }
+  }
+  auto* to = reinterpret_cast<uint16_t*>(pool.bounds.at(block, page % pages, head));
+  for (int64_t i = 0; i < dim; ++i) {
+    to[i] = rounded_away(most[i], false);
+    to[dim + i] = rounded_away(least[i], true);
+  }
+}
+
+void find_filled_pages(const int64_t* slots, int64_t count, std::vector<int64_t>& pages) {
+  pages.clear();
+  for (int64_t i = 0; i < count; ++i) {
+    if (slots[i] % kAttentionChunk == kAttentionChunk - 1)
+      pages.push_back(slots[i] / kAttentionChunk);
+  }
+}
 
 void store_cache_rows(const KernelTable& table, const CachePool& pool, int64_t slot, int64_t head,
                       const float* key, const float* value) {
@@ -81,6 +148,16 @@ void write_cache(const Rows& keys, const Rows& values, const int64_t* slots, int
     table.load_row(keys.type, keys.at(i), dim, row);
     table.load_row(values.type, values.at(i), dim, row + dim);
     store_cache_rows(table, pool, slots[i / heads], i % heads, row, row + dim);
+  });
+}
+
+void bound_pages(const int64_t* slots, int64_t count, int64_t heads, const CachePool& pool) {
+  std::vector<int64_t> pages;
+  find_filled_pages(slots, count, pages);
+  const KernelTable& table = kernels();
+  const int64_t dim = pool.dim, units = static_cast<int64_t>(pages.size()) * heads;
+  parallel_rows(units, kAttentionChunk * dim, 3 * dim, [&](int64_t i, float* row) {
+    bound_page(table, pool, pages[static_cast<size_t>(i / heads)], i % heads, row);
   });
 }
 

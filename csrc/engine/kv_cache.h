@@ -2,6 +2,8 @@
 // A rectangular cache is a pool with one long block for each sequence.
 #pragma once
 
+#include <vector>
+
 #include "engine/row_ops.h"
 
 namespace bitnet::engine {
@@ -27,6 +29,10 @@ struct CachePool {
   PoolView keys, values;
   PoolView key_scales, value_scales;  // float32, for int8 pools
   CacheLayout layout = CacheLayout::kRows;
+  // Of each page of kAttentionChunk positions, numbered in its block, and head: bfloat16 [2 * dim],
+  // the largest of every feature of its keys, then the smallest, rounded away from them. They are
+  // there once the page's last position has been written. No data: there are none.
+  PoolView bounds{};
 
   int64_t row_bytes() const { return dim * element_size(type); }
   bool scaled() const { return type == DType::kInt8; }
@@ -52,8 +58,16 @@ struct Sequences {
 void store_cache_rows(const KernelTable& table, const CachePool& pool, int64_t slot, int64_t head,
                       const float* key, const float* value);
 
+// Bounds of the keys of page slot / kAttentionChunk; row: 3 * dim floats.
+void bound_page(const KernelTable& table, const CachePool& pool, int64_t page, int64_t head,
+                float* row);
+// The pages whose last position is among `slots`, whose bounds are therefore to be made.
+void find_filled_pages(const int64_t* slots, int64_t count, std::vector<int64_t>& pages);
+
 // Writes keys and values [tokens, heads, dim] to the slots of their tokens.
 void write_cache(const Rows& keys, const Rows& values, const int64_t* slots, int64_t heads,
                  const CachePool& pool);
+// The bounds of the pages that such slots fill.
+void bound_pages(const int64_t* slots, int64_t count, int64_t heads, const CachePool& pool);
 
 }  // namespace bitnet::engine

@@ -202,6 +202,35 @@ void check_pool_scales(const Check& check, const Tensor& key_pool, const Tensor&
   check_scales_apart(check, key_pool, value_pool, *key_scale, *value_scale, "key_pool");
 }
 
+void check_bounds(const Check& check, const Tensor& bounds, const Tensor& key_pool,
+                  const Tensor& value_pool, const CacheDims& dims) {
+  const int64_t size = key_pool.size(dims.position);
+  if (size % kAttentionChunk != 0)
+    check.fail("key_pool",
+               "with blocks of a multiple of " + std::to_string(kAttentionChunk) +
+                   " positions beside key_bounds",
+               std::to_string(size));
+  check.dtype(bounds, "key_bounds", ScalarType::BFloat16);
+  Shape expected;
+  for (int d = 0; d < key_pool.dim(); ++d) {
+    const bool row = d + 1 == key_pool.dim();
+    expected.push_back(d == dims.position ? size / kAttentionChunk
+                                          : key_pool.size(d) * (row ? 2 : 1));
+  }
+  check.shape(bounds, "key_bounds", expected);
+  if (bounds.stride(bounds.dim() - 1) != 1)
+    check.fail("key_bounds", "contiguous in the last dimension",
+               "stride " + std::to_string(bounds.stride(bounds.dim() - 1)));
+  check_rows(check, bounds, "key_bounds");
+  for (const Tensor* pool : {&key_pool, &value_pool}) {
+    if (overlap(bounds, *pool)) check.fail("key_bounds", "in its own memory", "memory of a pool");
+  }
+}
+
+engine::PoolView bounds_view(const Tensor& bounds, const CacheDims& dims) {
+  return view_of(bounds, dims, 0);
+}
+
 engine::CachePool pool_view(const Tensor& keys, const Tensor& values,
                             const std::optional<Tensor>& key_scale,
                             const std::optional<Tensor>& value_scale, const CacheDims& dims,

@@ -37,6 +37,12 @@ void check_pool_scales(const Check& check, const Tensor& key_pool, const Tensor&
                        const std::optional<Tensor>& key_scale,
                        const std::optional<Tensor>& value_scale);
 
+// bfloat16, of the pool's shape but for pages of 64 positions where positions are, and rows of
+// twice the length, contiguous and in memory of their own; blocks are whole pages.
+void check_bounds(const Check& check, const Tensor& bounds, const Tensor& key_pool,
+                  const Tensor& value_pool, const CacheDims& dims);
+engine::PoolView bounds_view(const Tensor& bounds, const CacheDims& dims);
+
 // One layer of checked tensors as the engine takes it.
 engine::CachePool pool_view(const Tensor& keys, const Tensor& values,
                             const std::optional<Tensor>& key_scale,

@@ -12,22 +12,25 @@ namespace bitnet::ops {
 namespace {
 
 // The list `caches`: key pool and value pool, and of int8 pools their scales; behind them, of a
-// program with states, the three tensors of a StatePool.
+// program that chooses pages, the bounds of keys; of one with states, the three tensors of a
+// StatePool.
 struct Caches {
   const Tensor &keys, &values;
-  std::optional<Tensor> key_scale, value_scale;
+  std::optional<Tensor> key_scale, value_scale, bounds;
   CacheLayout layout;
 
   Caches(const Check& check, const std::vector<Tensor>& given, const std::string& layout_name,
          size_t pools)
       : keys(first_of(check, given, pools)), values(given[1]) {
-    if (pools == 4) {
+    if (pools % 2 == 1) bounds = Tensor::borrow(given[pools - 1]);
+    if (pools >= 4) {
       key_scale = Tensor::borrow(given[2]);
       value_scale = Tensor::borrow(given[3]);
     }
     check_pool(check, keys, values, kPagedLayers);
     check_pool_scales(check, keys, values, key_scale, value_scale);
     layout = check_layout(check, keys, values, layout_name, kPagedLayers);
+    if (bounds) check_bounds(check, *bounds, keys, values, kPagedLayers);
   }
 
   engine::LayeredPool pool() const {
@@ -42,17 +45,21 @@ struct Caches {
       pool.key_scale_bytes = bytes(*key_scale);
       pool.value_scale_bytes = bytes(*value_scale);
     }
+    if (bounds) {
+      pool.first.bounds = bounds_view(*bounds, kPagedLayers);
+      pool.bound_bytes = bytes(*bounds);
+    }
     return pool;
   }
 
  private:
   static const Tensor& first_of(const Check& check, const std::vector<Tensor>& given,
                                 size_t pools) {
-    if (pools != 2 && pools != 4)
+    if (pools < 2 || pools > 5)
       check.fail(
           "caches",
-          "a key pool and a value pool, with int8 pools their scales behind them, and with a "
-          "program's states three tensors more",
+          "a key pool and a value pool, with int8 pools their scales behind them, with a program "
+          "that chooses pages their bounds, and with a program's states three tensors more",
           std::to_string(given.size()) + " tensors");
     return given[0];
   }
@@ -130,6 +137,9 @@ Tensor model_step(const Tensor& x_in, const Tensor& program_handle,
   const size_t pools = cache_list.size() - std::min(state_tensors, cache_list.size());
   const Caches caches(check, cache_list, layout, pools);
   check_caches(check, caches, program);
+  if (program.chooses_pages() && !caches.bounds)
+    check.fail("caches", "with bounds of keys behind the pools, for the program chooses pages",
+               std::to_string(pools) + " tensors");
   const int64_t count = x_in.size(0), blocks = caches.keys.size(kPagedLayers.block),
                 block_size = caches.keys.size(kPagedLayers.position);
   copy_indices(check, positions, "positions", {count}, tokens.positions);
@@ -156,6 +166,7 @@ Tensor model_step(const Tensor& x_in, const Tensor& program_handle,
   const Tensor x = as_contiguous(x_in);
   Mutated mutated(caches.keys, caches.values, caches.key_scale, caches.value_scale, "key_pool",
                   "value_pool");
+  if (caches.bounds) mutated.add(*caches.bounds, "key_bounds");
   if (stated) states->add_to(check, mutated);
   mutated.keep_apart(check, x, "x");
   for (const auto& [indices, name] :

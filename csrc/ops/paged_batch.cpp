@@ -87,10 +87,6 @@ void PagedBatch::copy_table(const Check& check, const Tensor& block_table, int64
   table_stride_ = 0;
   for (size_t s = 0; s < lengths_.size(); ++s) {
     const int64_t needed = blocks_for(lengths_[s], block_size);
-    if (needed > blocks)
-      check.fail("seq_lens",
-                 "at most the " + std::to_string(blocks * block_size) + " positions of the pool",
-                 of_sequence(lengths_[s], s));
     if (needed > block_table.size(1))
       check.fail("block_table",
                  "with at least " + std::to_string(needed) + " blocks of " +

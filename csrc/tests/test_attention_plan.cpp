@@ -124,7 +124,8 @@ struct Case {
 void equal_to_one_thread(const Case& c) {
   const Cache cache(static_cast<int64_t>(c.starts.size()), c.kv_heads);
   const Batch batch(c.starts, c.tokens);
-  const AttentionShape shape{c.heads, c.kv_heads, kDim, DType::kF32, 0.25f, cache.pool(), c.window};
+  const AttentionShape shape{
+      c.heads, c.kv_heads, kDim, DType::kF32, 0.25f, cache.pool(), {c.window, c.window / 3}};
   const Layers alone(shape, batch, 1);
   run_layers(alone, 1);
   for (const int64_t threads : {2, 3, 4}) {
@@ -153,26 +154,27 @@ void windows_cut_the_work() {
        {std::pair{0, 7}, {1, 1}, {16, 1}, {17, 2}, {80, 2}, {81, 3}, {400, 7}, {401, 7}}) {
     begin_case("a window of %d positions", window);
     AttentionPlan plan;
-    plan.build({4, 2, kDim, DType::kF32, 0.25f, cache.pool(), window}, batch.view(), 4);
+    plan.build({4, 2, kDim, DType::kF32, 0.25f, cache.pool(), {window}}, batch.view(), 4);
     CHECK(plan.tasks() == 2 * chunks, "%d tasks, not %d for each of 2 heads",
           static_cast<int>(plan.tasks()), chunks);
   }
 }
 
 // Every token by the definition, in double precision.
-void by_definition(int64_t start, int64_t tokens, int64_t window) {
-  begin_case("%d tokens from %d on, a window of %d", static_cast<int>(tokens),
-             static_cast<int>(start), static_cast<int>(window));
+void by_definition(int64_t start, int64_t tokens, int64_t window, int64_t sinks = 0) {
+  begin_case("%d tokens from %d on, a window of %d, %d sinks", static_cast<int>(tokens),
+             static_cast<int>(start), static_cast<int>(window), static_cast<int>(sinks));
   const Cache cache(1, 1);
   const Batch batch({start}, {tokens});
-  const AttentionShape shape{1, 1, kDim, DType::kF32, 0.25f, cache.pool(), window};
+  const AttentionShape shape{1, 1, kDim, DType::kF32, 0.25f, cache.pool(), {window, sinks}};
   const Layers layers(shape, batch, 1);
   run_layers(layers, 1);
   for (int64_t t = 0; t < tokens; ++t) {
     const int64_t position = start + t, first = std::max<int64_t>(0, position - window + 1);
     std::vector<double> out(kDim);
     double sum = 0;
-    for (int64_t j = first; j <= position; ++j) {
+    for (int64_t j = 0; j <= position; ++j) {
+      if (j < first && j >= sinks) continue;
       double score = 0;
       for (int64_t i = 0; i < kDim; ++i) {
         score += 0.25 * layers.rows[0][at(t * kDim + i)] * cache.keys[at(j * kDim + i)];
@@ -209,6 +211,7 @@ TEST(windows) {
   windows_cut_the_work();
   for (const int64_t window : {1, 2, 15, 63, 64, 65, 130, 399}) by_definition(0, 400, window);
   for (const int64_t window : {1, 63, 64, 65, 200}) by_definition(350, 50, window);
+  for (const int64_t sinks : {1, 4, 64, 70, 130}) by_definition(0, 400, 50, sinks);
 }
 
 }  // namespace

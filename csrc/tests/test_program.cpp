@@ -40,7 +40,7 @@ std::string program_text(const Sizes& s, bool extras) {
   for (int64_t i = 0; i < kLayers; ++i) {
     const std::string l = "L" + std::to_string(i) + ".";
     const bool local = extras && i == 1;
-    const char* rope = local ? "local window=7 output_gate=1" : "global";
+    const char* rope = local ? "local window=7 sinks=2 output_gate=1" : "global";
     text << "attention norm=" << l << "in q=" << l << "q k=" << l << "k v=" << l << "v o=" << l
          << "o heads=" << s.heads << " kv_heads=" << s.kv_heads << " head_dim=" << s.dim
          << " rope=" << rope << " scale=0.177 sub_norm=" << l << "attn_sub";
@@ -327,6 +327,12 @@ TEST(wrong_programs_are_rejected_by_line_and_key) {
       {with("kv_heads=2", "kv_heads=9"), "key kv_heads of line 4 (attention) from 1 to 6, got 9"},
       {with("heads=6", "heads=4194304"), "at most 131072 of that size"},
       {with("window=7", "window=-1"), "key window of line 6 (attention) from 0"},
+      {with("sinks=2", "sinks=0"), "key sinks of line 6 (attention) from 1"},
+      {with("window=7", "window=0"), "key sinks of line 6 (attention) beside a window or a choice"},
+      {with("window=7", "top_k=1.5"), "key top_k of line 6 (attention) above 0 and at most 1"},
+      {with("window=7", "threshold=0"), "key threshold of line 6 (attention) above 0"},
+      {with("window=7", "max_ratio=0.5"), "key min_ratio of line 6 (attention) to be given"},
+      {with("sinks=2", "top_k=0.5"), "key window of line 6 (attention) without a choice of pages"},
       {with("scale=0.177", "scale=inf"), "key scale of line 4 (attention) a finite number"},
       {with("q=L0.q", "q=L0.k"), "with a projection of its own, got L0.k again"},
       {with("activation=relu2", "activation=gelu"), "relu2, silu or gelu_pytorch_tanh, got gelu"},

@@ -68,6 +68,12 @@ def tuning() -> dict[str, str | int | bool]:
 def build_info() -> dict[str, str | int]:
     """Compiler, torch and ABI floor of this build."""
 
+def attention_pages() -> list[tuple[int, int]]:
+    """Of each sequence of this thread's last step: pages that attention has read, of how many.
+
+    Of all its tokens, layers and KV heads under policies; empty where no layer had one.
+    """
+
 def region_count() -> int:
     """Parallel regions opened by ops since the library was loaded."""
 

@@ -63,6 +63,7 @@ def load(
     weight_format: str = "auto",
     head_format: str = DEFAULT_HEAD_FORMAT,
     activation_format: str = "auto",
+    attention: str | None = None,
     cache: str | os.PathLike[str] | None = None,
     convert: bool = True,
     lora: _Folder | Mapping[str, _Folder] | None = None,
@@ -94,6 +95,9 @@ def load(
             a token), "int8_group" (one for every 128 features of a token), "int16_group" (16 bits,
             as the heads have them; twice the arithmetic) or "auto", which is "int8_group". Models
             with a scale a matrix or a row, which were trained with it, take "int8" alone.
+        attention: which of the earlier positions tokens attend to, such as "window:256,sinks=4":
+            less to read, and another result (config/attention.py; docs/guide/attention.md). None:
+            all that the model was trained with.
         cache: the directory in which conversions are kept; None is what BITNET_OPS_CACHE names, or
             bitnet_ops in the user's cache directory. Files there are safe to delete.
         convert: convert what is no converted model, once, into the cache directory. False rejects
@@ -107,8 +111,8 @@ def load(
             too, and the most MiB of it; see Engine.
     Returns the LanguageModel.
     Raises LoadError, loading.resolve.HubError, convert.ConvertError, config.UnsupportedModelError,
-    formats.sglbitnt.SglbitntError, models.TensorError, lora.LoraError or tokenizer.TokenizerError:
-    one line that names what is wrong.
+    config.attention.AttentionPolicyError, formats.sglbitnt.SglbitntError, models.TensorError,
+    lora.LoraError or tokenizer.TokenizerError: one line that names what is wrong.
     """
     # Before a model of gigabytes is read, not at its first token.
     dtypes = dtype_of(dtype, "load"), kv_dtype_of(kv_dtype, "load: expected kv_dtype")
@@ -124,7 +128,7 @@ def load(
     check_megabytes("load: expected prefix_dir_mb", prefix_dir_mb)
     adapters = _read_adapters(lora)
     found = resolve(DEMO_DIR if path is None else path, convert=convert, cache=cache)
-    form = *dtypes, weight_format, head_format, activation_format
+    form = *dtypes, weight_format, head_format, activation_format, attention
     memory = {
         "kv_cache_mb": kv_cache_mb,
         "prefix_dir": prefix_dir,
@@ -146,10 +150,11 @@ def _open(
     weight_format: str,
     head_format: str,
     activation_format: str,
+    attention: str | None,
     adapters: Mapping[str | None, Adapter],
     memory: Mapping[str, Any],
 ) -> LanguageModel:
-    model = load_model(file, dtype, weight_format, head_format)
+    model = load_model(file, dtype, weight_format, head_format, attention)
     model.set_activation_format(activation_format)
     for name, adapter in adapters.items():
         model.add_adapter(adapter, name)

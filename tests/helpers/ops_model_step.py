@@ -327,7 +327,7 @@ _MODEL_STEP_REJECTIONS: Rejections = [
     ({"slot_mapping": lambda a: a["slot_mapping"] * 0}, "slot_mapping", "got 0 twice"),
     ({"slot_mapping": lambda a: a["slot_mapping"] + 32}, "slot_mapping", "in [0, 32)"),
     ({"query_start_loc": lambda a: a["query_start_loc"] + 1}, "query_start_loc", "from 0 to"),
-    ({"seq_lens": lambda a: a["seq_lens"] * 100}, "seq_lens", "the 32 positions of the pool"),
+    ({"seq_lens": lambda a: a["seq_lens"] * 100}, "block_table", "with at least"),
     ({"block_table": lambda a: a["block_table"] + 8}, "block_table", "of blocks in [0, 8)"),
     ({"logit_rows": lambda a: torch.tensor([0, 6])}, "logit_rows", "rows in [0, 6), got 6"),
     ({"logit_rows": lambda a: torch.tensor([-1, 3])}, "logit_rows", "rows in [0, 6), got -1"),

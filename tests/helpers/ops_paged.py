@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cache_panels import in_panels, moved, panel_samples, rows_of, window_samples
+from cache_panels import PANEL_DTYPES, in_panels, moved, panel_samples, rows_of, window_samples
 from op_changes import (
     BF16,
     F32,
@@ -24,7 +24,7 @@ from op_changes import (
     to,
     value,
 )
-from op_schema import bound, named
+from op_schema import bound, named, names, positional
 from op_spec import Call, Named, Rejections, spec
 from op_values import (
     CACHE_DTYPES,
@@ -254,7 +254,7 @@ _PAGED_ATTENTION_REJECTIONS: Rejections = [
     ),
     (
         {"seq_lens": value(torch.tensor([7, 3, 2**62]))},
-        "seq_lens", "at most the 32 positions of the pool, got 4611686018427387904 for sequence 2",
+        "block_table", "blocks of 4 positions for sequence 2 of length 4611686018427387904, got 4",
     ),
     (
         {"seq_lens": value(torch.tensor([7, 3, 17]))},
@@ -276,6 +276,10 @@ _PAGED_ATTENTION_REJECTIONS: Rejections = [
         "layout", '"rows" unless the pool is bfloat16 or int8, got "panels" of float32',
     ),
     ({"window": value(-7)}, "window", "at least 0 (none), got -7"),
+    ({"policy": value("window=-1")}, "policy", "key window of line 1 (policy) from 0"),
+    ({"policy": value("top_k=.5")}, "key_bounds", "with a policy that chooses pages, got none"),
+    ({"window": value(7), "policy": value("window=7")}, "window", "0 where policy says it, got 7"),
+    ({"key_bounds": value(torch.ones(8, 1, 2, 32))}, "key_pool", "a multiple of 64 positions"),
 ]  # fmt: skip
 _PANELS_REJECTIONS: Rejections = [
     (
@@ -404,14 +408,16 @@ def paged_cache_update(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     layout: str = "rows",
+    key_bounds: Tensor | None = None,
 ) -> None:
-    """Every slot as a cache of one position, written by `kv_cache_update`."""
+    """Every slot as a cache of one position, written by `kv_cache_update`; then pages that end."""
     if layout == "panels":
         pools = (key_pool, True), (value_pool, False)
         rows = [moved(pool, keys=keys, into=False) for pool, keys in pools]
         paged_cache_update(*rows, key, value, slot_mapping, key_scale, value_scale)
         for (pool, keys), new in zip(pools, rows, strict=True):
             pool.copy_(moved(new, keys=keys, into=True))
+        _bound(rows[0], slot_mapping, key_scale, key_bounds)
         return
     size = key_pool.shape[1]
     for token, slot in enumerate(slot_mapping.tolist()):
@@ -420,6 +426,33 @@ def paged_cache_update(
         scales = [None if s is None else s[at][None, :, None] for s in (key_scale, value_scale)]
         new = [t[token][None, None] for t in (key, value)]
         kv_cache_update(*pools, *new, torch.zeros(1, dtype=torch.int64), *scales)
+    _bound(key_pool, slot_mapping, key_scale, key_bounds)
+
+
+def _bound(keys: Tensor, slots: Tensor, scale: Tensor | None, bounds: Tensor | None) -> None:
+    """The bounds of every page of 64 positions whose last one is among the slots."""
+    for slot in slots.tolist() if bounds is not None else ():
+        if slot % 64 != 63:
+            continue
+        block, at = slot // keys.shape[1], slot % keys.shape[1] // 64
+        page = keys[block, at * 64 : at * 64 + 64].float()
+        if scale is not None:
+            page = page * scale[block, at * 64 : at * 64 + 64, :, None]
+        for i, exact in enumerate((page.amax(0), -page.amin(0))):
+            near = exact.bfloat16()
+            above = torch.nextafter(near, torch.tensor(torch.inf, dtype=BF16))
+            near = torch.where(near.float() < exact, above, near)
+            half = bounds[block, at].unflatten(-1, (2, -1))[:, i]
+            half.copy_(near if i == 0 else -near)
+
+
+def _bounded_arguments(g: torch.Generator, cache_dtype: torch.dtype, panels: bool) -> Arguments:
+    """Of two blocks of two pages, all of whose positions are written."""
+    sizes: dict[str, Any] = {"tokens": 256, "blocks": 2, "block_size": 128, "head_dim": 16}
+    args = paged_cache_arguments(g, cache_dtype=cache_dtype, **sizes)
+    args = in_panels(args, 0) if panels else args
+    more = dict(zip(names("paged_cache_update"), args, strict=False))
+    return positional("paged_cache_update", **more, key_bounds=torch.zeros(2, 2, 2, 32, dtype=BF16))
 
 
 def _paged_cache_samples() -> Built:
@@ -439,6 +472,16 @@ def _paged_cache_samples() -> Built:
     yield "strided", lambda g: (
         lambda kc, vc, k, v, s: (kc, vc, strided(k), transposed(v), s)
     )(*paged_cache_arguments(g))  # fmt: skip
+    for cache in KV_DTYPES:
+        yield (
+            f"bounds_of_{dtype_name(cache)}",
+            lambda g, c=cache: _bounded_arguments(g, c, panels=False),
+        )
+    for cache in PANEL_DTYPES:
+        yield (
+            f"bounds_of_panels_of_{dtype_name(cache)}",
+            lambda g, c=cache: _bounded_arguments(g, c, panels=True),
+        )
 
 
 _PAGED_CACHE_REJECTIONS: Rejections = [
@@ -470,6 +513,7 @@ _PAGED_CACHE_REJECTIONS: Rejections = [
         {"slot_mapping": value(torch.tensor([0, 7, 2, 7, 1]))},
         "slot_mapping", "of different slots, got 7 twice",
     ),
+    ({"key_bounds": value(torch.ones(3, 1, 2, 16))}, "key_pool", "a multiple of 64 positions"),
 ]  # fmt: skip
 _PAGED_CACHE_INT8_REJECTIONS: Rejections = [
     ({"key": to("key", torch.int8)}, "key", FLOATS_TEXT + "int8"),
@@ -499,7 +543,7 @@ spec(
             _PAGED_CACHE_INT8_REJECTIONS,
         ),
     },
-    mutates=frozenset(POOLS),
+    mutates=frozenset((*POOLS, "key_bounds")),
     overlapping=lambda g, dtype: paged_cache_arguments(g, cache_dtype=dtype),
     empty={
         "": lambda: (

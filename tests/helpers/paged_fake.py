@@ -135,6 +135,7 @@ class FakeModel:
             max_position_embeddings=max_positions,
             kv_layers=1,
             delta_net=None,
+            key_bounds=False,
             num_key_value_heads=1,
             head_dim=16,
         )

@@ -4,7 +4,8 @@
 //   heads kv_heads head_dim
 //   rope                   the name of a line `rope`, which turns the first features of a head
 //   scale                  multiplies the scores; left out: 1 / sqrt(head_dim)
-//   window                 a token sees so many positions, itself included; 0, the default: all
+//   window sinks stride top_k threshold min_ratio max_ratio dense_below
+//                          what a token sees: engine/attention_policy.h
 //   output_gate            1: of each head q's rows are those of the query, then of a gate, whose
 //                          sigmoid multiplies what attention gives; 0, the default: no gate
 //   q_norm k_norm          norms of every query and key head, before rotation
@@ -29,6 +30,7 @@ class AttentionBlock final : public Block {
   int64_t product_stages() const override { return 2; }
 
   int64_t heads, kv_heads, dim, rope, rope_dim, layer, kind;
+  bool chooses;        // pages
   int64_t query_step;  // features of q from one head to the next
   Norm q_norm, k_norm;
 
@@ -54,7 +56,8 @@ AttentionBlock::AttentionBlock(Binding& b) {
   rope_dim = b.program.ropes()[static_cast<size_t>(rope)].dim;
   query_step = b.keys.integer("output_gate", 0, 1, 0) == 1 ? 2 * dim : dim;
   const float scale = b.keys.number("scale", 1.0f / std::sqrt(static_cast<float>(dim)));
-  const int64_t window = b.keys.integer("window", 0, INT64_MAX, 0);
+  const AttentionPolicy policy = read_policy(b.keys);
+  chooses = policy.chooses();
   const int64_t query = heads * dim, kv = kv_heads * dim;
   norm_ = b.norm("norm", s.hidden, s.eps);
   b.linear("q", heads * query_step, s.hidden, q_);
@@ -67,9 +70,9 @@ AttentionBlock::AttentionBlock(Binding& b) {
   post_norm_ = b.optional_norm("post_norm", s.hidden, s.eps);
   format_ = b.input_of({&q_, &k_, &v_});
   out_format_ = b.input_of({&o_});
-  b.needs.row = std::max({b.needs.row, 2 * dim, query + dim});
+  b.needs.row = std::max({b.needs.row, 3 * dim, query + dim});
   layer = b.program.add_attention(b.keys, kv_heads, dim);
-  kind = b.program.attention_kind({heads, scale, window, 1});
+  kind = b.program.attention_kind({heads, scale, policy, 1});
 }
 
 // Unit: a token and a query head, or a token and a key/value head, which also enters the cache;
@@ -127,6 +130,48 @@ class Rotation final : public StageWork {
   const Step& step_;
   const AttentionBlock& block_;
   Memory memory_;
+};
+
+// Unit: a page whose last position the step has written, and a head.
+class Bounding final : public StageWork {
+ public:
+  Bounding(const Step& step, const AttentionBlock& block) : step_(step), block_(block) {}
+
+  int64_t units() const override {
+    return static_cast<int64_t>(step_.filled_pages.size()) * block_.kv_heads;
+  }
+  void run(int64_t begin, int64_t end, int64_t slot) const override {
+    const CachePool pool = step_.batch.pool.of(block_.layer);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t page = step_.filled_pages[static_cast<size_t>(i / block_.kv_heads)];
+      bound_page(*step_.table, pool, page, i % block_.kv_heads, step_.own[slot].row);
+    }
+  }
+
+ private:
+  const Step& step_;
+  const AttentionBlock& block_;
+};
+
+// Unit: a group of the step's attention plan that chooses its pages.
+class Choosing final : public StageWork {
+ public:
+  Choosing(const Step& step, const AttentionBlock& block, const float* rotated)
+      : step_(step), block_(block), rotated_(rotated) {}
+
+  int64_t units() const override { return plan().choices(); }
+  void run(int64_t begin, int64_t end, int64_t slot) const override {
+    const AttentionBuffers buffers{rotated_, nullptr, step_.batch.pool.of(block_.layer)};
+    float* shared = step_.attention.shared_of(block_.kind, step_.attention_shared);
+    plan().choose(*step_.table, buffers, begin, end, shared, step_.own[slot].attention);
+  }
+
+ private:
+  const AttentionPlan& plan() const { return step_.attention.at(block_.kind); }
+
+  const Step& step_;
+  const AttentionBlock& block_;
+  const float* rotated_;
 };
 
 // Unit: a task of the step's attention plan.
@@ -199,9 +244,16 @@ void AttentionBlock::append(PlanBuilder& plan) const {
             plan.make<Rotation>(step, *this, Rotation::Memory{q, k, v, rotated}),
             tokens * (heads + kv_heads) + kept,
             {1, 64}});
-  Stage attend{"attend", plan.make<Attending>(step, *this, rotated, attended), 0, {1, 64}};
-  attend.varies = true;
-  plan.add(attend);
+  const auto add_varying = [&plan](const char* name, const StageWork* work) {
+    Stage stage{name, work, 0, {1, 64}};
+    stage.varies = true;
+    plan.add(stage);
+  };
+  if (chooses) {
+    add_varying("bound pages", plan.make<Bounding>(step, *this));
+    add_varying("choose pages", plan.make<Choosing>(step, *this, rotated));
+  }
+  add_varying("attend", plan.make<Attending>(step, *this, rotated, attended));
   if (keeps) plan.keep_rows();
   const RowSource* out = plan.make<NormedRows>(attended, query, sub_norm_, s.type,
                                                keeps ? &step.batch.logit_rows : nullptr);

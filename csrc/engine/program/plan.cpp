@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "format/layout.h"
+#include "runtime/page_count.h"
 
 namespace bitnet::engine {
 namespace {
@@ -76,7 +77,7 @@ AttentionShape shape_of(const Step& s, const AttentionKind& kind) {
           DType::kF32,
           kind.scale,
           s.batch.pool.first,
-          kind.window};
+          kind.policy};
 }
 
 // Threads worth a region: each stage should be worth a barrier.
@@ -123,6 +124,7 @@ CachePool LayeredPool::of(int64_t layer) const {
   move(pool.values, value_bytes);
   move(pool.key_scales, key_scale_bytes);
   move(pool.value_scales, value_scale_bytes);
+  move(pool.bounds, bound_bytes);
   return pool;
 }
 
@@ -244,8 +246,11 @@ void prepare_step(StepState& state, const Program& program, int64_t program_id, 
   s.splits_norms = s.partitions > 1 && batch.tokens > 2;
   group_adapters(s, state.kept_adapters);
   s.attention.clear();
-  for (const AttentionKind& kind : program.attention_kinds())
+  for (const AttentionKind& kind : program.attention_kinds()) {
     s.attention.add(shape_of(s, kind), batch.sequences, s.partitions);
+  }
+  s.filled_pages.clear();
+  if (program.chooses_pages()) find_filled_pages(batch.slots, batch.tokens, s.filled_pages);
   const bool all_rows = keeps_all(batch);
   const PlanKey key{program_id, batch.tokens, batch.logit_count, s.partitions, all_rows};
   // what adapters add is told by the adapters of every token
@@ -306,6 +311,11 @@ void run_step(StepState& state, const Program& program, int64_t program_id, cons
   Workspace passing;  // for a long prompt at once: not worth keeping
   prepare_step(state, program, program_id, batch, 0, passing);
   state.executor.run(state.step.partitions, state.plan);
+  page_counts().clear();
+  for (size_t kind = 0; kind < program.attention_kinds().size(); ++kind) {
+    state.step.attention.at(static_cast<int64_t>(kind))
+        .add_page_counts(program.attention_kinds()[kind].layers);
+  }
 }
 
 void run_step_timed(StepState& state, const Program& program, int64_t program_id,

@@ -22,7 +22,8 @@ namespace bitnet::engine {
 // The pool of every attention block: that of the first, and how far the others lie apart.
 struct LayeredPool {
   CachePool first;
-  int64_t key_bytes = 0, value_bytes = 0, key_scale_bytes = 0, value_scale_bytes = 0;
+  int64_t key_bytes = 0, value_bytes = 0, key_scale_bytes = 0, value_scale_bytes = 0,
+          bound_bytes = 0;
 
   CachePool of(int64_t layer) const;
 };
@@ -66,7 +67,8 @@ struct Step {
   // every token on every thread costs tokens * (partitions - 1) rows of work too many, about 0.2 us
   // each; a stage of its own costs a barrier and a trip of the codes between caches.
   bool splits_norms = false;
-  AttentionPlans attention;  // one for each of Program::attention_kinds()
+  std::vector<int64_t> filled_pages;  // whose bounds are to be made, where a block chooses pages
+  AttentionPlans attention;           // one for each of Program::attention_kinds()
   // Tokens with an adapter: of all, and of those whose logits are wanted.
   AdapterGroups adapters, kept_adapters;
   int64_t most_rank = 0;  // of the adapters of the step

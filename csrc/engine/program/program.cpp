@@ -213,7 +213,7 @@ int64_t Program::add_delta_net(const Keys& keys, const DeltaShape& shape) {
 
 int64_t Program::attention_kind(const AttentionKind& kind) {
   const auto same = [&kind](const AttentionKind& other) {
-    return other.heads == kind.heads && other.scale == kind.scale && other.window == kind.window;
+    return other.heads == kind.heads && other.scale == kind.scale && other.policy == kind.policy;
   };
   const auto found = std::ranges::find_if(attention_kinds_, same);
   const int64_t number = found - attention_kinds_.begin();
@@ -223,6 +223,11 @@ int64_t Program::attention_kind(const AttentionKind& kind) {
     found->layers += kind.layers;
   }
   return number;
+}
+
+bool Program::chooses_pages() const {
+  return std::ranges::any_of(attention_kinds_,
+                             [](const AttentionKind& kind) { return kind.policy.chooses(); });
 }
 
 void Program::set_head(const HeadView& head, int64_t out_features) {

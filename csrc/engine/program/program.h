@@ -16,6 +16,7 @@
 #include <string_view>
 #include <vector>
 
+#include "engine/attention_policy.h"
 #include "engine/delta_net.h"
 #include "engine/fused.h"
 #include "engine/head.h"
@@ -88,7 +89,8 @@ struct NamedRope {
 struct AttentionKind {
   int64_t heads;
   float scale;
-  int64_t window, layers;  // how many blocks are of it
+  AttentionPolicy policy;
+  int64_t layers;  // how many blocks are of it
 };
 
 // A ternary projection with what belongs to it.
@@ -178,6 +180,8 @@ class Program {
   int64_t kv_heads() const { return kv_heads_; }
   int64_t head_dim() const { return head_dim_; }
   const std::vector<AttentionKind>& attention_kinds() const { return attention_kinds_; }
+  // Whether a block of them needs the bounds of pages.
+  bool chooses_pages() const;
   // Of blocks with states, which are alike: how many, and of what shape.
   int64_t state_layers() const { return state_layers_; }
   const DeltaShape& delta_shape() const { return delta_shape_; }

@@ -59,7 +59,7 @@ class BenchModel:
     """A dummy model in a weight and a head format, with bfloat16 activations, or that of a file.
 
     name: of the dummy; kv_dtype: of its caches, one of KV_TYPES; file: a model file to load
-    instead, None for none.
+    instead, None for none; attention: its policy.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class BenchModel:
         head_format: str,
         kv_dtype: str = "bfloat16",
         file: str | None = None,
+        attention: str | None = None,
     ) -> None:
         formats: Any = {"weight_format": weight_format, "head_format": head_format}
         self.model: Any = (
@@ -76,6 +77,7 @@ class BenchModel:
             if file is None
             else load(file, dtype=torch.bfloat16, **formats).model
         )
+        self.model.set_attention(attention)
         self.config = self.model.config
         # what the model holds, not what was asked for: a figure under a wrong name is a lie
         self.weight_format, self.head_format = self._weight_format(), self._head_format()

@@ -244,10 +244,35 @@ def _engine_lines(report: Report) -> list[str]:
     ]
 
 
+ATTENTION_COLUMNS = ["shape", "context", "kv", "T", "policy", "us", "p10-p90", "x dense", "read"]
+
+
+def _attention_lines(report: Report) -> list[str]:
+    cells = [
+        [
+            *(str(row[key]) for key in ("shape", "context", "kv", "threads", "policy")),
+            number(row["time_us"]["median"]),
+            f"{number(row['time_us']['p10'])}-{number(row['time_us']['p90'])}",
+            number(row["times_dense"]["median"]),
+            f"{row['read']:.1%}",
+            ", ".join(row["flags"]),
+        ]
+        for row in report["rows"]
+    ]
+    return [
+        "",
+        *text_table([*ATTENTION_COLUMNS, "notes"], cells),
+        "",
+        "us: one layer, one token. x dense: how many times as fast, paired per round.",
+        "read: of the pages of 64 positions; random keys, each page with a mean of its own.",
+    ]
+
+
 def lines(report: Report) -> list[str]:
     """The whole report as text."""
     kind = report["schema"].rpartition(".")[2]
-    middle = {"ops": _ops_lines, "model": _model_lines, "engine": _engine_lines}[kind](report)
+    forms = {"ops": _ops_lines, "model": _model_lines, "engine": _engine_lines}
+    middle = {**forms, "attention": _attention_lines}[kind](report)
     warnings = [f"WARNING: {warning}" for warning in report["warnings"]]
     rows = f"{len(report['rows'])} rows in {report['seconds']:g} s."
     return [*header_lines(report), *middle, rows, *warnings]

@@ -36,6 +36,7 @@ class ModelSettings:
     dummy: which synthetic model; model: a model file instead, None for none.
     formats: pairs of weight format and head format; the first one gets every measurement, the
         others the decode step at context 0.
+    attention: which positions tokens attend to (config/attention.py), None: all.
     kv_dtypes: of the caches, of KV_TYPES; the first one gets every measurement, the others one
         sequence behind every context, and the prompts.
     """
@@ -50,6 +51,7 @@ class ModelSettings:
     cold_mib: int = 512
     quick: bool = False
     model: str | None = None
+    attention: str | None = None
 
 
 @dataclass
@@ -191,7 +193,12 @@ def run(
         for number, (weights, head) in enumerate(settings.formats):
             progress(f"making {settings.model or settings.dummy}, {weights} + {head} head")
             made = BenchModel(
-                settings.dummy, weights, head, settings.kv_dtypes[0], file=settings.model
+                settings.dummy,
+                weights,
+                head,
+                settings.kv_dtypes[0],
+                file=settings.model,
+                attention=settings.attention,
             )
             models.append(_describe(made))
             progress(f"timing {made.label}")

@@ -1,4 +1,4 @@
-"""`bitnet-ops bench ops|model|engine|serve`: arguments, progress and exit status of the benchmarks.
+"""`bitnet-ops bench KIND`: arguments, progress and exit status of the benchmarks.
 
 It must not know how anything is measured.
 """
@@ -27,6 +27,7 @@ from bitnet_ops.cli.terminal import print_result, progress_line
 from bitnet_ops.dummy.configs import CONFIGS
 
 if TYPE_CHECKING:
+    from bitnet_ops.bench.attention import AttentionSettings
     from bitnet_ops.bench.engine import EngineSettings
     from bitnet_ops.bench.ops import OpsSettings
     from bitnet_ops.bench.run_model import ModelSettings
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 _M = ("1,2,4,8,16,32,64,128,512,2048", "1,4,32")
 _COLD_MIB, _SECONDS = (512, 256), (0.4, 0.15)
 _PROMPTS, _CONTEXTS, _BATCHES = ("128,512,2048", "128"), ("0,2048,8192", "0"), ("1,2,4,8", "1,4")
+_ATTENDED = ("8192,16384,32768", "4096")
 _STREAMS, _STREAM_CONTEXTS = ("1,2,4,8,16,32,64", "1,4,16"), ("128,2048", "128")
 _SERVED, _RATES, _REQUESTS, _SYSTEM = ("1,4,8,16,32", "1,4"), ("0.5,1", "2"), (40, 10), (512, 64)
 _MOST_TOKENS, _MOST_THREADS = 4096, 1024
@@ -50,6 +52,10 @@ _OPS = (
 _MODEL = (
     "Time prefill and decode of a model, or of a synthetic one with random weights, against "
     "reading its bytes and against the int8 peak, both alternating with it."
+)
+_ATTENTION = (
+    "Time attention of one new token under policies that read fewer positions (docs/guide/"
+    "attention.md), alternating with attention to all of them."
 )
 _ENGINE = (
     "Time many requests at once: streams that decode together, against reading the step's bytes "
@@ -66,10 +72,13 @@ _SERVE = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments to `parser`."""
     parser.description = "Measure against limits of this machine, taken in the same process."
-    kinds = parser.add_subparsers(dest="kind", metavar="ops|model|engine|serve", required=True)
+    kinds = parser.add_subparsers(
+        dest="kind", metavar="ops|model|attention|engine|serve", required=True
+    )
     for name, text, description, add in (
         ("ops", "every op on model shapes", _OPS, _add_ops_arguments),
         ("model", "prefill and decode of a whole model", _MODEL, _add_model_arguments),
+        ("attention", "decode under attention policies", _ATTENTION, _add_attention_arguments),
         ("engine", "many requests at once", _ENGINE, _add_engine_arguments),
         ("serve", "a server under load", _SERVE, _add_serve_arguments),
     ):
@@ -127,9 +136,23 @@ def _add_model_arguments(model: argparse.ArgumentParser) -> None:
         help=f"types of the KV cache, of {', '.join(KV_DTYPES)}, or all; the first one gets every "
         f"measurement, the others one sequence and the prompts (default: {KV_DTYPES[0]})",
     )
+    model.add_argument("--attention", metavar="POLICY", help="as of generate (default: none)")
     model.add_argument("--prompts", help=f"tokens of the prompts {_default(_PROMPTS)}")
     model.add_argument("--contexts", help=f"tokens behind which to decode {_default(_CONTEXTS)}")
     model.add_argument("--batches", help=f"sequences decoded together {_default(_BATCHES)}")
+
+
+def _add_attention_arguments(attention: argparse.ArgumentParser) -> None:
+    add = attention.add_argument
+    add("--shapes", help="of 2b-4t, bonsai-1.7b, separated by commas (default: both)")
+    add("--contexts", help=f"positions of the sequence {_default(_ATTENDED)}")
+    add(
+        "--policy", action="append", metavar="POLICY", dest="policies",
+        help="as --attention of generate; may be given again (default: one of each kind)",
+    )  # fmt: skip
+    add("--kv-dtype", default="bfloat16,int8", help="types of the cache (default: bfloat16,int8)")
+    add("--check", action="store_true", help="exit status 1 where a policy is too slow")
+    add("--plot", metavar="FILE", help="time against context, as FILE.png or .svg")
 
 
 def _add_engine_arguments(engine: argparse.ArgumentParser) -> None:
@@ -283,6 +306,7 @@ def model_settings(args: argparse.Namespace) -> ModelSettings:
         threads=_threads(args),
         cold_mib=128 if quick else 512,
         quick=quick,
+        attention=args.attention,
     )
     return settings if args.model is None else _of_model(args, settings)
 
@@ -313,6 +337,24 @@ def _of_model(args: argparse.Namespace, settings: ModelSettings) -> ModelSetting
     )
 
 
+def attention_settings(args: argparse.Namespace) -> AttentionSettings:
+    """The settings of the arguments of `bench attention`; ValueError names a wrong one."""
+    from bitnet_ops.bench.attention import SHAPES, USUAL, AttentionSettings, policy_words
+
+    policies = tuple(args.policies or USUAL)
+    for policy in policies:
+        policy_words(policy)  # complain before anything is measured
+    return AttentionSettings(
+        shapes=parse_words("--shapes", args.shapes or ",".join(SHAPES), list(SHAPES)),
+        contexts=parse_counts("--contexts", args.contexts or _ATTENDED[args.quick], 1 << 18),
+        policies=policies,
+        kv_dtypes=parse_words("--kv-dtype", args.kv_dtype, KV_DTYPES),
+        threads=_threads(args),
+        seconds=0.2 if args.quick else 1.0,
+        check=args.check,
+    )
+
+
 def engine_settings(args: argparse.Namespace) -> EngineSettings:
     """The settings that the arguments of `bench engine` ask for; ValueError names a wrong one."""
     from bitnet_ops.bench.engine import EngineSettings
@@ -338,7 +380,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the benchmark; 0, or 1 when a result was wrong."""
     if args.kind == "serve":
         return _run_serve(args)
-    from bitnet_ops.bench import engine, ops, report, run_model
+    from bitnet_ops.bench import attention, engine, ops, report, run_model
     from bitnet_ops.bench.pinning import pinned
 
     settings: Any
@@ -346,6 +388,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.kind == "ops":
             settings, measure = ops_settings(args), ops.run
+        elif args.kind == "attention":
+            settings, measure = attention_settings(args), attention.run
         elif args.kind == "engine":
             settings, measure = engine_settings(args), engine.run
         else:
@@ -360,6 +404,8 @@ def run(args: argparse.Namespace) -> int:
     print_result(result, report.lines(result), as_json=args.json)
     if args.output:
         report.write_json(result, args.output, replace=args.force)
+    if args.kind == "attention" and args.plot:
+        attention.plot(result, Path(args.plot))
     return 0 if result["ok"] else 1
 
 

@@ -88,6 +88,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(KV_TYPES)} (default {DEFAULT_KV_TYPE})",
     )
     group.add_argument(
+        "--attention",
+        metavar="POLICY",
+        type=non_empty,
+        help="attend to fewer positions: window:256,sinks=4 (default: all)",
+    )
+    group.add_argument(
         "--kv-cache-mb",
         type=number("above 0", lambda v: v > 0),
         metavar="MB",
@@ -346,6 +352,7 @@ def open_model(path: str | None, args: argparse.Namespace, **memory: Any) -> Lan
             weight_format=args.weight_format,
             head_format=args.head_format,
             activation_format=args.activation_format,
+            attention=args.attention,
             cache=None if args.cache == "auto" else args.cache,
             convert=args.convert,
             lora=args.lora,
@@ -505,6 +512,7 @@ def _report(
         "isa": _runtime.isa(),
         "threads": torch.get_num_threads(),
         "kv_dtype": args.kv_dtype,
+        "attention": args.attention,
         "weight_format": lm.model.weight_format,
         "head_format": lm.model.head.head_format,
         "lora": args.lora,

@@ -10,9 +10,10 @@ tensors or files: a dict goes in, numbers come out.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from bitnet_ops.config.attention import AttentionPolicy, read_policies
 from bitnet_ops.config.families import (
     BY_MODEL_TYPE,
     ONEBIT,
@@ -63,6 +64,8 @@ class ModelConfig:
     head, those of the query and those of the gate. `partial_rotary`: features of a head that rotary
     embedding turns, the first ones; 0: all. `rotation`: matrices whose input is turned by a
     Hadamard transform, None: none (config/hybrid.py).
+    `policies`: of every layer which positions its tokens read, where whoever loads the model asks
+    for fewer than it was trained with (config/attention.py); empty: nobody does.
     `embedding_only`: the model gives hidden states and has no head. `eos_token_ids`: every id that
     ends a text; may be empty. `notes`: remarks for the user.
     """
@@ -97,6 +100,7 @@ class ModelConfig:
     output_gate: bool = False
     partial_rotary: int = 0
     rotation: Rotation | None = None
+    policies: tuple[AttentionPolicy | None, ...] = ()
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -127,6 +131,38 @@ class ModelConfig:
     def window(self, layer: int) -> int:
         """How many positions a token of the layer sees, itself included; 0: all before it."""
         return self.windows[layer] if self.windows else 0
+
+    def policy(self, layer: int) -> AttentionPolicy | None:
+        """Which positions a token of that layer reads, unless all or those of `window`."""
+        return self.policies[layer] if self.policies else None
+
+    @property
+    def key_bounds(self) -> bool:
+        """Whether caches keep bounds of keys, since a layer chooses its pages by them."""
+        return any(policy is not None and policy.chooses for policy in self.policies)
+
+    def with_attention(self, text: str) -> ModelConfig:
+        """The same model under the policies of `text`. Raises AttentionPolicyError."""
+        return replace(
+            self, policies=read_policies(text, self.num_hidden_layers, self._own_attention)
+        )
+
+    def _own_attention(self, layer: int) -> str | None:
+        if self.is_delta_net(layer):
+            return "has no attention (Gated DeltaNet)"
+        window = self.window(layer)
+        return f"has a window of its own ({window} positions)" if window else None
+
+    def unread(self, position: int) -> tuple[int, int]:
+        """Positions [begin, end) that no token from `position` on reads in any layer."""
+        own = [AttentionPolicy("window", (("window", w),)) if w else None for w in self.windows]
+        layers = [i for i in range(self.num_hidden_layers) if not self.is_delta_net(i)]
+        ranges = []
+        for i in layers:
+            policy = self.policy(i) or (own[i] if own else None)
+            ranges.append((0, 0) if policy is None else policy.unread(position))
+        begin, end = (max(r[0] for r in ranges), min(r[1] for r in ranges)) if ranges else (0, 0)
+        return begin, max(begin, end)
 
     @property
     def mlp_norm(self) -> str:

@@ -134,8 +134,8 @@ def refuse_states(who: str, config: Mapping[str, Any]) -> None:
         raise UnsupportedModelError(
             f"{who}: expected a model whose layers all have attention, got "
             f"{printable(text.get('model_type'))} with layers of Gated DeltaNet, whose states are "
-            "kept by this package's own engine alone; serve it with bitnet-ops serve, or run it with "
-            "generate, chat or bitnet_ops.load"
+            "kept by this package's own engine alone; serve it with bitnet-ops serve, or run it "
+            "with generate, chat or bitnet_ops.load"
         )
 
 

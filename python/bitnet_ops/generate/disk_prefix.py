@@ -73,6 +73,8 @@ class DiskPrefix:
         size = self._size
         while request.saved < request.computed // size:
             i = request.saved
+            if request.gone[0] <= i < request.gone[1]:  # the disk was too slow
+                return
             parts = self._pool.parts(request.blocks[i])
             if not self._store.put(request.key(i, size), parts, request.came_ns, i):
                 return

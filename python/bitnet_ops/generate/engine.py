@@ -34,6 +34,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from bitnet_ops import _runtime
 from bitnet_ops.arguments import (
     check_integer,
     check_kind,
@@ -433,6 +434,7 @@ class Engine:
             pool.copy_block,
             self.scheduling,
             states,
+            config.unread,
         )
         return pool, blocks, scheduler
 
@@ -620,6 +622,10 @@ class Engine:
         )
         began = time.perf_counter()
         logits = self.model.step(batch, pool)
+        if getattr(self.model.config, "policies", ()):
+            for step, (read, pages) in zip(steps, _runtime.attention_pages(), strict=False):
+                step.request.attention.add(read, pages)
+                scheduler.attention.add(read, pages)
         scheduler.learn(plan, time.perf_counter() - began)
         samplers, drafts = [s.request.sampler for s in steps], [s.drafts for s in steps]
         return sample_steps(samplers, drafts, wanted, logits)

@@ -116,17 +116,35 @@ class NewToken:
     top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(slots=True)
+class PagesRead:
+    """How many pages attention has read, of how many."""
+
+    read: int = 0
+    pages: int = 0
+
+    def add(self, read: int, pages: int) -> None:
+        self.read += read
+        self.pages += pages
+
+    @property
+    def share(self) -> float:
+        return self.read / self.pages if self.pages else 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class Finished:
     """No more tokens come. `reason`: "stop" (with the stop id), "length", "context" or "abort".
 
-    reused_tokens: of the prompt, that the prefix cache spared.
+    reused_tokens: of the prompt, that the prefix cache spared. attention_read: share of the pages
+    that its tokens have read, where attention has a policy.
     """
 
     request_id: int
     reason: str
     stop_reason: int | None = None
     reused_tokens: int = 0
+    attention_read: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +188,9 @@ class Request:
         computed: how many of `ids`, from the first, have keys and values in the pool. The newest
             token never has: it is the input of the next step.
         blocks: its block table; empty while it waits.
+        gone: the range [begin, end) of its blocks that nothing reads any more: they belong to
+            others, and `blocks` has some number in their place.
+        attention: how many pages it has read, where attention has a policy.
         reused_tokens: how many the prefix cache spared when it was first admitted.
         came_ns: when it was made, by the clock of files.
         saved: how many of its blocks the prefix cache on disk has.
@@ -206,6 +227,8 @@ class Request:
         self.epoch = self.computed = self.saved = 0
         self.keep_prefix, self.came_ns = keep_prefix, time.time_ns()
         self.blocks: list[int] = []
+        self.gone = 0, 0
+        self.attention = PagesRead()
         self.reused_tokens: int | None = None
         self.slot, self.replays = -1, 0
         self.stops: list[int] = []
@@ -216,6 +239,11 @@ class Request:
             f"Request({self.id}: {self.prompt_tokens} prompt tokens, {self.output_tokens} new, "
             f"{self.computed} computed, {len(self.blocks)} blocks)"
         )
+
+    @property
+    def own_blocks(self) -> list[int]:
+        """Those that it holds, in their order."""
+        return without(self.blocks, self.gone)
 
     @property
     def output_tokens(self) -> int:
@@ -270,7 +298,13 @@ class Request:
         return None
 
     def _finished(self, reason: str, stop: int | None = None) -> Finished:
-        return Finished(self.id, reason, stop, self.reused_tokens or 0)
+        return Finished(self.id, reason, stop, self.reused_tokens or 0, self.attention.share)
+
+
+def without(blocks: list[int], gone: tuple[int, int]) -> list[int]:
+    """`blocks` but for the range `gone`."""
+    begin, end = gone
+    return blocks[:begin] + blocks[end:] if begin < end else blocks
 
 
 def _check_type(name: str, value: object, kind: type) -> None:

@@ -22,7 +22,7 @@ import torch
 from bitnet_ops import machine
 from bitnet_ops.arguments import check_flag, check_integer, check_megabytes, is_number, shown
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.generate.request import Request
+from bitnet_ops.generate.request import PagesRead, Request, without
 from bitnet_ops.generate.speculation import StepCosts, propose
 from bitnet_ops.generate.states import Checkpoint, StateSlots, stops_of
 from bitnet_ops.nn.blocks import BlockAllocator, PoolFullError
@@ -92,6 +92,7 @@ class EngineStats:
     disk_pieces: int = 0  # files of the prefix cache on disk, and their MiB
     disk_mb: float = 0.0
     disk_tokens: int = 0  # that it gave, and that did not have to be computed
+    attention_read: float = 1.0  # share of the pages that policies of attention let be read
     prompt_tokens: int = 0  # of all that were admitted, the reused ones among them
 
 
@@ -127,6 +128,7 @@ class _Found(NamedTuple):
     """What the prefix cache has of a request.
 
     blocks: hold its first `tokens` tokens, and are shared.
+    gone: of its blocks a range that the request does not read; they are not shared.
     source: a block whose first `source_tokens` tokens come next; to be copied.
     """
 
@@ -134,6 +136,11 @@ class _Found(NamedTuple):
     tokens: int
     source: int | None = None
     source_tokens: int = 0
+    gone: tuple[int, int] = 0, 0
+
+    @property
+    def shared(self) -> list[int]:
+        return without(self.blocks, self.gone)
 
 
 @dataclass
@@ -168,9 +175,13 @@ class Scheduler:
             others hold: its contents move into a block of its own.
         options: budgets.
         states: of a model with recurrent layers, the slots of their states.
+        unread: of a model whose layers all have windows, the positions [begin, end) that no token
+            from a given one on reads. Their blocks go back while the request runs; those behind its
+            prompt are forgotten at once, so that they are the next to be taken.
     Attributes: `waiting`, the next one first; `running`, the oldest first; and counts of all that
     has been: `preemptions`, `prompt_tokens`, `reused_tokens` (that the prefix cache spared, those
-    of preempted requests too), `drafted_tokens` and how many of them were right, `accepted_drafts`.
+    of preempted requests too), `drafted_tokens` and how many of them were right, `accepted_drafts`;
+    `attention`, the pages that were read where attention has a policy.
     """
 
     def __init__(
@@ -181,14 +192,16 @@ class Scheduler:
         copy_block: Callable[[int, int], None],
         options: SchedulerOptions,
         states: StateSlots | None = None,
+        unread: Callable[[int], tuple[int, int]] = lambda _: (0, 0),
     ) -> None:
-        self.states = states
+        self.states, self._unread = states, unread
         self.allocator, self.block_size, self.max_positions = allocator, block_size, max_positions
         self.options, self.costs, self._copy_block = options, StepCosts(), copy_block
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = self.drafted_tokens = self.accepted_drafts = 0
         self.prompt_tokens = self.reused_tokens = 0
+        self.attention = PagesRead()
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Enter how long the model took over a planned step."""
@@ -208,6 +221,7 @@ class Scheduler:
             drafted_tokens=self.drafted_tokens,
             accepted_drafts=self.accepted_drafts,
             prompt_tokens=self.prompt_tokens,
+            attention_read=self.attention.share,
             state_slots=0 if self.states is None else self.states.pool.slots,
             checkpoints=0 if self.states is None else self.states.checkpoints,
         )
@@ -224,7 +238,7 @@ class Scheduler:
         elif request in self.waiting:
             self.waiting.remove(request)
         if failed:
-            self.allocator.forget(request.blocks)
+            self.allocator.forget(request.own_blocks)
             if self.states is not None:
                 self.states.leave(request, keep=False)
             request.computed = 0
@@ -279,6 +293,7 @@ class Scheduler:
 
     def _plan(self, plan: StepPlan, request: Request, most: int) -> None:
         """Plan at most `most` tokens of a running request."""
+        self._give_back(request)
         tokens = min(request.remaining, most)
         if request.stops:  # a checkpoint is a state behind a step
             tokens = min(tokens, request.stops[0] - request.computed)
@@ -324,11 +339,13 @@ class Scheduler:
             if self.states is not None and not self.states.available:
                 return
             found, checkpoint = self._continued(request, self._cached_prefix(request))
-            missing = self._blocks_for(len(request.ids)) - len(found.blocks)
-            needed = missing + self.allocator.count_free(found.blocks)
+            most = self._most_at_once(len(request.ids))
+            missing = min(self._blocks_for(len(request.ids)) - len(found.blocks),
+                          max(1, most - len(found.shared)))  # fmt: skip
+            needed = missing + self.allocator.count_free(found.shared)
             free = self.allocator.free_blocks
-            if needed > free and (not self.running or self._never_fits(request)):
-                self._fail(plan, request, self._blocks_for(len(request.ids)))
+            if needed > free and (not self.running or most > self.allocator.blocks):
+                self._fail(plan, request, most)
             elif needed + (self._reserve() if self.running else 0) > free:
                 return
             else:
@@ -339,25 +356,67 @@ class Scheduler:
                 insort(self.running, request, key=lambda r: r.id)
                 self._plan(plan, request, plan.left)
 
-    def _never_fits(self, request: Request) -> bool:
-        return self._blocks_for(len(request.ids)) > self.allocator.blocks
+    def _most_at_once(self, positions: int) -> int:
+        """How many blocks a request of so many positions holds at most."""
+        begin, end = self._unread(positions)
+        read = positions - (end - begin)
+        steps = self._blocks_for(self.options.token_budget) + 2 if begin < end else 0
+        return min(self._blocks_for(positions), self._blocks_for(read) + steps)
+
+    def _range_unread(self, position: int) -> tuple[int, int]:
+        """The blocks [begin, end) that no token from `position` on reads."""
+        begin, end = self._unread(position)
+        first, last = self._blocks_for(begin), end // self.block_size
+        return (first, last) if first < last else (0, 0)
+
+    def _give_back(self, request: Request) -> None:
+        """Free the blocks that nothing will read again; those of the prompt may be found again."""
+        begin, end = self._range_unread(request.computed)
+        start = max(begin, request.gone[1])
+        if start >= end:
+            return
+        freed = request.blocks[start:end]
+        self.allocator.free(freed)
+        new = freed[max(0, self._blocks_for(request.prompt_tokens) - start) :]
+        self.allocator.forget(b for b in new if not self.allocator.references(b))
+        request.gone = begin, end
 
     def _cached_prefix(self, request: Request) -> _Found:
         """Blocks that hold the request's first tokens; the last one is always left to compute."""
         if not self.options.prefix_cache:
             return _Found([], 0)
         size, known = self.block_size, len(request.ids) - 1
-        blocks = self.allocator.match(request.key(i, size) for i in range(known // size))
+        blocks, gone = self._match(request, known // size)
         at = len(blocks) * size
         rest = request.ids[at : min(at + size, known)]
         nearest = self.allocator.nearest(request.key(len(blocks) - 1, size), rest)
         if nearest is None:
-            return _Found(blocks, at)
+            return _Found(blocks, at, gone=gone)
         block, count = nearest
         contents = self.allocator.contents(block)
         if self.allocator.count_free([block]) and contents and len(contents.token_ids) == count:
-            return _Found([*blocks, block], at + count)  # may be written behind these tokens
-        return _Found(blocks, at, block, count)
+            # may be written behind these tokens
+            return _Found([*blocks, block], at + count, gone=gone)
+        return _Found(blocks, at, block, count, gone)
+
+    def _match(self, request: Request, most: int) -> tuple[list[int], tuple[int, int]]:
+        """The longest part of its first `most` blocks that it can go on from, and which it lacks.
+
+        Those that it will not read need not be there.
+        """
+        size = self.block_size
+        if self.states is not None or self._range_unread(most * size) == (0, 0):
+            return self.allocator.match(request.key(i, size) for i in range(most)), (0, 0)
+        there = [self.allocator.match([request.key(i, size)]) for i in range(most)]
+        runs = [0]  # how many there are in front of each place, without a gap
+        for one in there:
+            runs.append(runs[-1] + 1 if one else 0)
+        head = next((i for i, one in enumerate(there) if not one), most)
+        for count in range(most, -1, -1):
+            begin, end = gone = self._range_unread(count * size)
+            if head >= begin and runs[count] >= count - end:
+                return [one[0] if one else 0 for one in there[:count]], gone
+        return [], (0, 0)
 
     def _continued(self, request: Request, found: _Found) -> tuple[_Found, Checkpoint | None]:
         """What of `found` a model with recurrent layers can continue: up to a checkpoint.
@@ -390,8 +449,8 @@ class Scheduler:
 
     def _take(self, request: Request, found: _Found, missing: int, *, spare: int) -> None:
         """Give a request its first blocks: those found, and `missing` new ones."""
-        self.allocator.share(found.blocks)
-        request.computed = found.tokens
+        self.allocator.share(found.shared)
+        request.computed, request.gone = found.tokens, found.gone
         source = [] if found.source is None else [found.source]
         if source and self.allocator.count_free(source) <= spare:
             self.allocator.share(source)  # so that it is not allocated before it is copied
@@ -446,8 +505,8 @@ class Scheduler:
             self._register_last(request)
         if self.states is not None:
             self.states.leave(request, keep=self.options.prefix_cache)
-        self.allocator.free(request.blocks, keep=request.keep_prefix)
-        request.blocks = []
+        self.allocator.free(request.own_blocks, keep=request.keep_prefix)
+        request.blocks, request.gone = [], (0, 0)
         request.computed = 0
 
     def _register_last(self, request: Request) -> None:

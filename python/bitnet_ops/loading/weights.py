@@ -30,13 +30,17 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     weight_format: str = "auto",
     head_format: str = "stored",
+    attention: str | None = None,
 ) -> Decoder:
     """The model in `file`; its formats as of `load_tensors`, which says what is raised, and build.
 
     The embedding of a model without a head is read a row a token, and kept as it is stored.
+    `attention`: as of `Decoder.set_attention`.
     """
     reader = sglbitnt.Reader(file, check_codes=False)  # load_tensors checks what it reads
     config = model_config(reader)
+    if attention is not None:
+        config = config.with_attention(attention)
     if config.embedding_only:
         head_format = "stored"
     tensors = load_tensors(reader, config, weight_format, head_format)

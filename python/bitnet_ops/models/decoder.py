@@ -164,6 +164,14 @@ class Decoder(Tracked):
         for linear in grouped or linears:
             linear.set_activation_format(activation_format)
 
+    def set_attention(self, policy: str | None) -> None:
+        """Let tokens read fewer positions than all, as config/attention.py says; None: all.
+
+        For caches and engines that are made afterwards. Raises AttentionPolicyError.
+        """
+        config = dataclasses.replace(self.config, policies=())
+        self.config = config if policy is None else config.with_attention(policy)
+
     @property
     def weight_format(self) -> str:
         """The layout of the ternary matrices: "2bit", "1.6bit", "canonical", or "mixed"."""
@@ -277,8 +285,7 @@ class Decoder(Tracked):
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             pool.update(i, k, v, batch.slot_mapping)
-            scale, window = attention[i].number("scale"), attention[i].integer("window")
-            return pool.attend(i, q, batch, scale, window)
+            return pool.attend(i, q, batch, attention[i].number("scale"), attention[i].policy)
 
         def mix(i: int, line: Line, qkv: Tensor, a: Tensor, b: Tensor) -> Tensor:
             assert pool.states is not None and batch.state_steps is not None

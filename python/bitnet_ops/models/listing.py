@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from bitnet_ops.config import ModelConfig
+from bitnet_ops.config.attention import POLICY_KEYS
 
 Value: TypeAlias = "str | int | float"
 
@@ -35,6 +36,11 @@ class Line:
 
     def number(self, key: str, otherwise: float = 1.0) -> float:
         return float(self.keys.get(key, otherwise))
+
+    @property
+    def policy(self) -> str:
+        """Of an attention block, as `ops.paged_attention` takes it."""
+        return " ".join(f"{key}={self.keys[key]}" for key in POLICY_KEYS if key in self.keys)
 
     def with_keys(self, **keys: Value) -> Line:
         return replace(self, keys={**self.keys, **keys})
@@ -111,6 +117,8 @@ def _attention(c: ModelConfig, layer: int) -> Line:
     }
     if window := c.window(layer):
         keys["window"] = window
+    if policy := c.policy(layer):
+        keys |= dict(policy.keys)
     if c.output_gate:
         keys["output_gate"] = 1
     if c.qk_norm:

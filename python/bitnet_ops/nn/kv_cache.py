@@ -408,4 +408,5 @@ def _config_of(
         KVCacheDtype(TYPE_OF[dtype].name),
         batch,
         delta_net=config.delta_net,
+        key_bounds=config.key_bounds,
     )

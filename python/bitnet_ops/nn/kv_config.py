@@ -17,6 +17,7 @@ TYPE_OF = {getattr(torch, name): row for name, row in KV_TYPES.items()}  # a dty
 KV_DTYPES = {row.name: dtype for dtype, row in TYPE_OF.items()}
 DEFAULT_KV_DTYPE = KV_DTYPES[DEFAULT_KV_TYPE]
 DEFAULT_BLOCK_SIZE = 64  # positions of a block of a paged cache
+PAGE = 64  # positions that have common bounds, where attention chooses what it reads
 
 
 class KVSizes(Protocol):
@@ -30,12 +31,15 @@ class KVSizes(Protocol):
     def head_dim(self) -> int: ...
     @property
     def delta_net(self) -> DeltaNet | None: ...
+    @property
+    def key_bounds(self) -> bool: ...
 
 
 def bytes_of_block(sizes: KVSizes, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of a block of such a pool: keys and values of all layers, with their scales."""
+    """Bytes of a block of such a pool: keys and values of all layers, their scales and bounds."""
     rows = sizes.kv_layers * sizes.num_key_value_heads * block_size
-    return 2 * rows * TYPE_OF[dtype].row_bytes(sizes.head_dim)
+    bounds = rows // PAGE * 4 * sizes.head_dim if sizes.key_bounds else 0
+    return 2 * rows * TYPE_OF[dtype].row_bytes(sizes.head_dim) + bounds
 
 
 def kv_dtype_of(dtype: torch.dtype | str, who: str) -> torch.dtype:
@@ -78,6 +82,7 @@ class KVCacheConfig:
         block_size: positions of a block, the piece in which a sequence gets memory; 16 to 128 are
             usual.
         delta_net: the recurrent layers of the model, if it has any.
+        key_bounds: whether there are bounds of keys beside them, for attention that chooses pages.
         blocks: how many blocks the cache and its forks have together; None: as many as each
             sequence of each of them needs at its longest.
     Raises ValueError for a size below 1, or for an unknown dtype.
@@ -92,11 +97,12 @@ class KVCacheConfig:
     block_size: int = DEFAULT_BLOCK_SIZE
     blocks: int | None = None
     delta_net: DeltaNet | None = None
+    key_bounds: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
-            if name in ("dtype", "delta_net") or (name == "blocks" and value is None):
+            if name in ("dtype", "delta_net", "key_bounds") or (name == "blocks" and value is None):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(

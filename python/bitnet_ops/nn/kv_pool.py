@@ -19,6 +19,7 @@ from bitnet_ops.memory.reserved import Reserved
 from bitnet_ops.nn.kv_config import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_KV_DTYPE,
+    PAGE,
     TYPE_OF,
     KVSizes,
     bytes_of_block,
@@ -99,8 +100,9 @@ class PagedPool:
     """What a model's step needs of a pool: KVPool's, or the memory of another engine.
 
     key_pool, value_pool: [layers, blocks, block_size, kv_heads, head_dim]; key_scale, value_scale:
-    float32 [layers, blocks, block_size, kv_heads] or None; layout: of the pools, as
-    `ops.paged_attention` takes it.
+    float32 [layers, blocks, block_size, kv_heads] or None; key_bounds: of pages, as
+    `ops.paged_cache_update` makes them, behind them all in `_caches`, or None; layout: of the
+    pools, as `ops.paged_attention` takes it.
     """
 
     # What `caches` gives, exchanged as one: a thread may read it while another grows the pool, and
@@ -112,8 +114,8 @@ class PagedPool:
     def caches(self) -> list[Tensor]:
         """The tensors that a model's step writes, as `ops.model_step` takes them.
 
-        Keys and values, and of int8 pools their scales, all of one moment; behind them the states
-        of a model with recurrent layers.
+        Keys and values, of int8 pools their scales, and bounds of keys where there are any, all of
+        one moment; behind them the states of a model with recurrent layers.
         """
         return [*self._caches, *(self.states.tensors if self.states is not None else ())]
 
@@ -127,31 +129,38 @@ class PagedPool:
 
     @property
     def key_scale(self) -> Tensor | None:
-        return self._caches[2] if len(self._caches) > 2 else None
+        return self._caches[2] if len(self._caches) > 3 else None
 
     @property
     def value_scale(self) -> Tensor | None:
-        return self._caches[3] if len(self._caches) > 2 else None
+        return self._caches[3] if len(self._caches) > 3 else None
+
+    @property
+    def key_bounds(self) -> Tensor | None:
+        return self._caches[-1] if len(self._caches) % 2 else None
 
     def _layer(
         self, layer: int
-    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None]]:
-        """One layer's keys and values, and their scales."""
-        key, value, *scales = (cache[layer] for cache in self._caches)
-        return (key, value), ((scales[0], scales[1]) if scales else (None, None))
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None], Tensor | None]:
+        """One layer's keys and values, their scales, and the bounds of keys."""
+        key, value, *rest = (cache[layer] for cache in self._caches)
+        bounds = rest.pop() if len(rest) % 2 else None
+        return (key, value), ((rest[0], rest[1]) if rest else (None, None)), bounds
 
     def update(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Write key and value F [tokens, KV, D] of one layer into their slots, as the op does."""
-        pools, scales = self._layer(layer)
-        ops.paged_cache_update(*pools, key, value, slots, *scales, self.layout)
+        pools, scales, bounds = self._layer(layer)
+        ops.paged_cache_update(*pools, key, value, slots, *scales, self.layout, bounds)
 
     def attend(
-        self, layer: int, query: Tensor, batch: Attended, scale: float, window: int = 0
+        self, layer: int, query: Tensor, batch: Attended, scale: float, policy: str = ""
     ) -> Tensor:
         """`ops.paged_attention` of one layer: query F [tokens, H, D] -> F [tokens, H, D]."""
-        pools, scales = self._layer(layer)
+        pools, scales, bounds = self._layer(layer)
         where = batch.query_start_loc, batch.seq_lens, batch.block_table
-        return ops.paged_attention(query, *pools, *where, scale, *scales, self.layout, window)
+        return ops.paged_attention(
+            query, *pools, *where, scale, *scales, self.layout, policy=policy, key_bounds=bounds
+        )
 
 
 def attend_rectangular(
@@ -282,6 +291,15 @@ class KVPool(PagedPool):
         self._rows = [_Memory(shape, dtype) for _ in "kv"]
         has_scales = self.type.has_scales
         self._scales = [_Memory(shape[:-1], torch.float32) for _ in "kv"] if has_scales else []
+        self._bounds: list[_Memory] = []
+        if config.key_bounds:
+            if block_size % PAGE:
+                raise ValueError(
+                    f"KVPool: expected block_size a multiple of {PAGE} for attention that chooses "
+                    f"pages, got {block_size}"
+                )
+            pages = *shape[:3], block_size // PAGE, 2 * config.head_dim
+            self._bounds.append(_Memory(pages, torch.bfloat16))
         self._set_views()
         if config.delta_net is not None:
             self.states = StatePool(config.delta_net, state_slots)
@@ -300,7 +318,7 @@ class KVPool(PagedPool):
 
     @property
     def _memory(self) -> list[_Memory]:
-        return [*self._rows, *self._scales]
+        return [*self._rows, *self._scales, *self._bounds]
 
     def memory_usage_mb(self) -> float:
         """MiB of all `blocks`, scales included, once every position has been written."""
@@ -344,6 +362,21 @@ class KVPool(PagedPool):
             if self.layout == "panels" and name in _ROWS:
                 whole = panels_of_rows(whole, keys=name == "key")
             memory.tensor[:, index] = whole
+        for bounds in self._bounds:
+            bounds.tensor[:, index] = self._bounds_of(index)
+
+    def _bounds_of(self, index: Tensor) -> Tensor:
+        """The bounds of all pages of these blocks, as `ops.paged_cache_update` makes them."""
+        keys = self._rows_at("key", index).float()
+        if self._scales:
+            keys *= self._rows_at("key_scale", index).unsqueeze(-1)
+        pages = keys.unflatten(3, (-1, PAGE))
+        found = []
+        for bound, down in ((pages.amax(4), False), (pages.amin(4), True)):
+            bits = bound.contiguous().view(torch.int32)
+            away = (bits & 0xFFFF != 0) & ((bits < 0) == down)  # from zero
+            found.append((bits + away * 0x10000 >> 16).to(torch.int16).view(torch.bfloat16))
+        return torch.cat(found, -1)
 
     def read(self, layer: int, blocks: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
         """Keys and values f32 [KV, length, D] of one layer, as attention reads them.
@@ -376,7 +409,7 @@ class KVPool(PagedPool):
         return torch.tensor(used, dtype=torch.int64)
 
     def _named(self) -> dict[str, _Memory]:
-        return dict(zip(_NAMES, self._memory, strict=False))
+        return dict(zip(_NAMES, [*self._rows, *self._scales], strict=False))
 
     def copy_block(self, source: int, target: int) -> None:
         """Block `target` becomes a copy of block `source`, in all layers."""

@@ -120,6 +120,8 @@ def paged_attention(
     value_scale: Tensor | None = None,
     layout: str = "rows",
     window: int = 0,
+    policy: str = "",
+    key_bounds: Tensor | None = None,
 ) -> Tensor:
     """Causal grouped-query attention of any sequences' new tokens over a pool of blocks.
 
@@ -160,11 +162,15 @@ def paged_attention(
             block_size and D are multiples of 16.
         window: of a sliding window, how many positions a token sees, itself included; 0: all.
             Blocks that lie wholly before it are not read, though the table has to name some.
+        policy: what a token sees, as the keys of an attention block say it
+            (docs/reference/program.md), such as "window=256 sinks=4"; window is 0 then.
+        key_bounds: bfloat16 [blocks, block_size / 64, KV, 2 * D], as `paged_cache_update` keeps
+            them, for a policy that chooses pages.
     Returns:
         query.dtype [tokens, H, D].
     Raises:
         RuntimeError: a wrong dtype or shape, H not a multiple of KV, a block outside the pool, a
-            table too narrow for a length, a negative window.
+            table too narrow for a length, a negative window, a policy that is none.
     Source: Vaswani et al. 2017; GQA, arXiv 2305.13245; windows as in Mistral 7B, arXiv 2310.06825;
         PagedAttention, arXiv 2309.06180; names as in vLLM.
     """
@@ -181,6 +187,7 @@ def paged_cache_update(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     layout: str = "rows",
+    key_bounds: Tensor | None = None,
 ) -> None:
     """Write the keys and values of new tokens into their slots of the pools, in place.
 
@@ -201,6 +208,10 @@ def paged_cache_update(
         slot_mapping: int64 or int32 [tokens], all different.
         key_scale, value_scale: float32 [blocks, block_size, KV] with int8 pools, mutated too.
         layout: "rows" or "panels", as `paged_attention` takes it.
+        key_bounds: bfloat16 [blocks, block_size / 64, KV, 2 * D], mutated too: of each page of 64
+            positions, once its last one is written, the largest of every feature of its keys as
+            they are stored, then the smallest, rounded away from them; NaN where one is. block_size
+            is a multiple of 64.
     Raises:
         RuntimeError: a wrong dtype or shape, a slot outside the pool or given twice, overlapping
             tensors.
