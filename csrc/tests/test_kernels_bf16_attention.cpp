@@ -59,10 +59,11 @@ std::vector<float> spread_floats(Random& random, int64_t n) {
   return x;
 }
 
-// AttentionChunk::pair_unit of every chunk; main() runs all without and, where it may, with it.
-bool by_pair_unit = false;
+// AttentionChunk::pair_unit and matrix_unit of every chunk; main() runs all without and, where it
+// may, with each.
+bool by_pair_unit = false, by_matrix_unit = false;
 
-const char* with_unit() { return by_pair_unit ? "by pairs" : ""; }
+const char* with_unit() { return by_pair_unit ? "by pairs" : by_matrix_unit ? "by tiles" : ""; }
 
 // States of `rows` query rows over one chunk.
 std::vector<float> attend(const KernelTable& table, const std::vector<float>& query, int64_t rows,
@@ -86,6 +87,7 @@ std::vector<float> attend(const KernelTable& table, const std::vector<float>& qu
                                 .scale = scale,
                                 .next = nullptr,
                                 .pair_unit = by_pair_unit,
+                                .matrix_unit = by_matrix_unit,
                                 .first_hidden = first_hidden};
   table.attend_chunk(chunk, scratch.data(), states.data());
   CHECK(equal_in_panels<uint16_t>(table, chunk, 0x7fc0, scratch, states.data()),
@@ -319,7 +321,7 @@ void flushing_changes_nothing(const KernelTable& table) {
   }
 }
 
-// Every table without the CPU's pair unit and, where it may be used, with it.
+// Every table without the CPU's units and, where one may be used, with it.
 template <class F>
 void with_and_without_unit(const F& f) {
   for (const KernelTable* table : tables_under_test()) {
@@ -328,15 +330,18 @@ void with_and_without_unit(const F& f) {
       by_pair_unit = unit;
       f(*table);
     }
+    by_pair_unit = false;
+    by_matrix_unit = may_use_matrix_unit(*table);
+    if (by_matrix_unit) f(*table);
+    by_matrix_unit = false;
   }
-  by_pair_unit = false;
 }
 
 TEST(order) { with_and_without_unit(order); }
 TEST(rows_are_independent) { with_and_without_unit(rows_are_independent); }
 TEST(flushing_changes_nothing) { with_and_without_unit(flushing_changes_nothing); }
 TEST(windows) {  // the unit takes multiples of 32
-  with_and_without_unit([](const KernelTable& table) { windows(table, by_pair_unit ? 64 : 40); });
+  with_and_without_unit([](const KernelTable& table) { windows(table, by_pair_unit || by_matrix_unit ? 64 : 40); });
 }
 TEST(written) { on_every_table(written); }
 
