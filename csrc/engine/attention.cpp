@@ -9,8 +9,10 @@
 
 #include "kernels/dispatch.h"
 #include "kernels/pair_unit.h"
+#include "kernels/tile_check.h"
 #include "runtime/page_count.h"
 #include "runtime/parallel.h"
+#include "runtime/tuning.h"
 
 namespace bitnet::engine {
 namespace {
@@ -56,7 +58,9 @@ void AttentionPlan::build(const AttentionShape& shape, const Sequences& sequence
   shape_ = shape;
   sequences_ = sequences;
   rows_per_token_ = shape.heads / shape.kv_heads;
-  pair_unit_ = shape.pool.type == DType::kBF16 && pair_unit_in_order();
+  const bool pairs = shape.pool.type == DType::kBF16;
+  pair_unit_ = pairs && tuning().fast_pairs && pair_unit_in_order();
+  matrix_unit_ = pairs && tile_unit_in_order();
   choose_block_tokens(threads);
   make_groups();
   make_tasks(threads);
@@ -402,6 +406,7 @@ void AttentionPlan::attend(const KernelTable& table, const AttentionBuffers& buf
       .scale = shape_.scale,
       .next = keys_in_place(buffers.pool, next),
       .pair_unit = pair_unit_,
+      .matrix_unit = matrix_unit_,
       .int8 = int8 ? Int8Attention{query.wide + skipped * wide_padded(shape_.dim),
                                    query.scale + skipped, rows.key_scale, rows.value_scale}
                    : Int8Attention{},

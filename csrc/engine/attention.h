@@ -175,7 +175,7 @@ class AttentionPlan {
   int64_t choice_ints_ = 0, most_pages_ = 0;
   std::vector<Task> tasks_;
   int64_t rows_per_token_ = 1, block_tokens_ = 1, most_rows_ = 0;
-  bool pair_unit_ = false;  // AttentionChunk::pair_unit
+  bool pair_unit_ = false, matrix_unit_ = false;  // of every AttentionChunk
   int64_t split_groups_ = 0, split_tasks_ = 0, states_floats_ = 0;
   bool evenly_strided_ = true;  // rows and scales have the strides that the kernels take
   bool gathers_ = false;        // the rows of some chunk have to be copied together

@@ -38,6 +38,7 @@ namespace {
 #include "kernels/attention/bf16_chains.inl"
 #include "kernels/attention/bf16_unit.inl"
 #include "kernels/attention/bf16.inl"
+#include "kernels/attention/bf16_tiles.inl"
 #include "kernels/attention/int8_rows.inl"
 #include "kernels/attention/int8_panels.inl"
 #include "kernels/attention/attention.inl"

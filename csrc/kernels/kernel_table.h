@@ -214,8 +214,9 @@ struct AttentionChunk {
   int64_t first_visible;  // at least 1: token t sees the first min(positions, first_visible + t)
   float scale;
   const void* next;  // what this thread reads after the chunk, a hint for prefetching; may be null
-  // add_pairs may be used (pair_unit.h): a matter of time, not of sums.
-  bool pair_unit = false;
+  // add_pairs (pair_unit.h), or the matrix unit's products of bfloat16 (tile_check.h), may be used:
+  // a matter of time, not of sums.
+  bool pair_unit = false, matrix_unit = false;
   Int8Attention int8 = {};  // with kInt8
   CacheLayout layout = CacheLayout::kRows;
   ChunkPanels panels = {};  // kPanels, instead of keys, values, stride_bytes and next

@@ -188,15 +188,19 @@ void hardware_product(TileInstruction, TileOperands&) {}
 #endif
 
 // A build for tests may pretend to have a unit; what it has not it cannot be asked about.
-bool has_instruction(TileInstruction instruction) {
+bool cpu_has(TileInstruction instruction) {
 #if !defined(__x86_64__) || defined(BITNET_PRETENDED_FEATURES)
   static_cast<void>(instruction);
   return false;
 #else
   const uint64_t kind = instruction == TileInstruction::kBf16 ? kAmxBf16 : kAmxInt8;
   const uint64_t needed = kAmxTile | kind;
-  return (cpu_features() & needed) == needed && request_amx_permission();
+  return (cpu_features() & needed) == needed;
 #endif
+}
+
+bool has_instruction(TileInstruction instruction) {
+  return cpu_has(instruction) && request_amx_permission();
 }
 
 }  // namespace
@@ -236,6 +240,15 @@ TileCheck check_product(TileInstruction instruction, int64_t products, uint64_t 
     }
   }
   return check;
+}
+
+bool tile_unit_in_order() {
+  if (!cpu_has(TileInstruction::kBf16) || amx_permission() != AmxPermission::kGranted) return false;
+  static const bool in_order = [] {
+    constexpr int64_t kFirstUse = 8;  // products of a kind
+    return check_product(TileInstruction::kBf16, kFirstUse, 1, hardware_product).different == 0;
+  }();
+  return in_order;
 }
 
 void check_tile_unit(int64_t products, uint64_t seed, TileCheck (&checks)[kTileInstructions]) {

@@ -37,6 +37,10 @@ struct TileCheck {
 TileCheck check_product(TileInstruction instruction, int64_t products, uint64_t seed,
                         TileProduct product);
 
+// What AttentionChunk::matrix_unit may be, where the system has granted tiles; asks the CPU on the
+// first call, in some milliseconds.
+bool tile_unit_in_order();
+
 constexpr int kTileInstructions = 4;
 
 // All instructions on this CPU; asks the system for tiles where there are any.

@@ -56,12 +56,12 @@ void override_by(const char* text, Tuning& row) {
 Tuning choose() {
   constexpr unsigned kZen5 = 0x1a;
   const Cpu cpu = this_cpu();
-  Tuning row{"unknown", 2048, false, true};
+  Tuning row{"unknown", 2048, false, true, false};
   if (cpu.vendor == "AuthenticAMD") {
     const bool newer = cpu.family >= kZen5;
-    row = {newer ? "AMD Zen 5 and later" : "AMD up to Zen 4", 6144, !newer, false};
+    row = {newer ? "AMD Zen 5 and later" : "AMD up to Zen 4", 6144, !newer, false, true};
   }
-  if (cpu.vendor == "GenuineIntel") row = {"Intel", 2048, false, true};
+  if (cpu.vendor == "GenuineIntel") row = {"Intel", 2048, false, true, false};
   if (const char* wanted = std::getenv("BITNET_OPS_PREFETCH"); wanted != nullptr && *wanted != 0) {
     override_by(wanted, row);
   }

@@ -14,6 +14,9 @@ struct Tuning {
   bool head_into_l2;
   // 512-bit vectors have two ports for all instructions, so decoding a weight delays products.
   bool shared_ports;
+  // vdpbf16ps, where it is, takes no longer than a multiply-add, which does half of its work. On
+  // Sapphire Rapids it takes four times as long.
+  bool fast_pairs;
 };
 
 // The row of this CPU; BITNET_OPS_PREFETCH=bytes (0 to 65536) overrides the distance, bytes:L1 or

@@ -12,20 +12,22 @@ namespace bitnet::test {
 template <class T>
 class Panels {
  public:
-  // rows [positions, dim] of at most a chunk; dim is a multiple of kPanelPositions.
-  Panels(const T* keys, const T* values, int64_t positions, int64_t dim, T unwritten) {
+  // rows [positions, dim] of at most a chunk; dim is a multiple of kPanelPositions. gap: elements
+  // between two panels, which otherwise follow each other.
+  Panels(const T* keys, const T* values, int64_t positions, int64_t dim, T unwritten,
+         int64_t gap = 0)
+      : distance_(kPanelPositions * dim + gap) {
     const int64_t word = 4 / static_cast<int64_t>(sizeof(T));
-    for (int64_t first = 0; first < positions; first += kPanelPositions) {
-      keys_.emplace_back(static_cast<std::size_t>(kPanelPositions * dim), unwritten);
-      values_.push_back(keys_.back());
-      for (int64_t p = 0; p < kPanelPositions && first + p < positions; ++p) {
-        for (int64_t i = 0; i < dim; ++i) {
-          const int64_t from = (first + p) * dim + i;
-          const int64_t key = (i / word * kPanelPositions + p) * word + i % word;
-          const int64_t value = (p / word * dim + i) * word + p % word;
-          keys_.back()[static_cast<std::size_t>(key)] = keys[from];
-          values_.back()[static_cast<std::size_t>(value)] = values[from];
-        }
+    panels_ = (positions + kPanelPositions - 1) / kPanelPositions;
+    keys_.assign(static_cast<std::size_t>(panels_ * distance_), unwritten);
+    values_ = keys_;
+    for (int64_t j = 0; j < positions; ++j) {
+      const int64_t p = j % kPanelPositions, panel = j / kPanelPositions * distance_;
+      for (int64_t i = 0; i < dim; ++i) {
+        const int64_t key = (i / word * kPanelPositions + p) * word + i % word;
+        const int64_t value = (p / word * dim + i) * word + p % word;
+        keys_[static_cast<std::size_t>(panel + key)] = keys[j * dim + i];
+        values_[static_cast<std::size_t>(panel + value)] = values[j * dim + i];
       }
     }
   }
@@ -33,15 +35,16 @@ class Panels {
   AttentionChunk instead_of(AttentionChunk rows) const {
     rows.layout = CacheLayout::kPanels;
     rows.keys = rows.values = rows.next = nullptr;
-    for (std::size_t i = 0; i < keys_.size(); ++i) {
-      rows.panels.keys[i] = keys_[i].data();
-      rows.panels.values[i] = values_[i].data();
+    for (int64_t i = 0; i < panels_; ++i) {
+      rows.panels.keys[i] = keys_.data() + i * distance_;
+      rows.panels.values[i] = values_.data() + i * distance_;
     }
     return rows;
   }
 
  private:
-  std::vector<std::vector<T>> keys_, values_;
+  int64_t distance_, panels_ = 0;
+  std::vector<T> keys_, values_;
 };
 
 // Attends over the rows of `chunk` and, if dim allows, over the same numbers in panels: returns
@@ -50,12 +53,15 @@ template <class T>
 bool equal_in_panels(const KernelTable& table, const AttentionChunk& chunk, T unwritten,
                      std::vector<float>& scratch, const float* states) {
   if (chunk.dim % kPanelPositions != 0) return true;
-  const Panels<T> panels(static_cast<const T*>(chunk.keys), static_cast<const T*>(chunk.values),
-                         chunk.positions, chunk.dim, unwritten);
-  std::vector<float> found(
-      static_cast<std::size_t>(chunk.rows * attention_state_floats(chunk.dim)));
-  table.attend_chunk(panels.instead_of(chunk), scratch.data(), found.data());
-  return std::memcmp(found.data(), states, found.size() * sizeof(float)) == 0;
+  for (const int64_t gap : {0, 32}) {
+    const Panels<T> panels(static_cast<const T*>(chunk.keys), static_cast<const T*>(chunk.values),
+                           chunk.positions, chunk.dim, unwritten, gap);
+    std::vector<float> found(
+        static_cast<std::size_t>(chunk.rows * attention_state_floats(chunk.dim)));
+    table.attend_chunk(panels.instead_of(chunk), scratch.data(), found.data());
+    if (std::memcmp(found.data(), states, found.size() * sizeof(float)) != 0) return false;
+  }
+  return true;
 }
 
 }  // namespace bitnet::test

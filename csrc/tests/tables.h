@@ -16,6 +16,7 @@
 #include "kernels/isa_tables.h"
 #include "kernels/kernel_table.h"
 #include "kernels/pair_unit.h"
+#include "kernels/tile_check.h"
 #include "tests/check.h"
 
 namespace bitnet {
@@ -65,6 +66,12 @@ inline bool may_use_pair_unit(const KernelTable& table) {
   float sums[16] = {};
   const bool here = is_emulated(table) || pair_unit_in_order();
   return here && table.add_pairs(sums, sums, 0, sums);
+}
+
+// The same of AttentionChunk::matrix_unit.
+inline bool may_use_matrix_unit(const KernelTable& table) {
+  return std::string(table.name).starts_with("amx_int8") &&
+         (is_emulated(table) || tile_unit_in_order());
 }
 
 // The table that every other one must equal: the last of the list, plain C++.

@@ -59,10 +59,11 @@ std::vector<float> spread_floats(Random& random, int64_t n) {
   return x;
 }
 
-// AttentionChunk::pair_unit of every chunk; main() runs all without and, where it may, with it.
-bool by_pair_unit = false;
+// AttentionChunk::pair_unit and matrix_unit of every chunk; main() runs all without and, where it
+// may, with each.
+bool by_pair_unit = false, by_matrix_unit = false;
 
-const char* with_unit() { return by_pair_unit ? "by pairs" : ""; }
+const char* with_unit() { return by_pair_unit ? "by pairs" : by_matrix_unit ? "by tiles" : ""; }
 
 // States of `rows` query rows over one chunk.
 std::vector<float> attend(const KernelTable& table, const std::vector<float>& query, int64_t rows,
@@ -86,6 +87,7 @@ std::vector<float> attend(const KernelTable& table, const std::vector<float>& qu
                                 .scale = scale,
                                 .next = nullptr,
                                 .pair_unit = by_pair_unit,
+                                .matrix_unit = by_matrix_unit,
                                 .first_hidden = first_hidden};
   table.attend_chunk(chunk, scratch.data(), states.data());
   CHECK(equal_in_panels<uint16_t>(table, chunk, 0x7fc0, scratch, states.data()),
@@ -261,6 +263,38 @@ void windows(const KernelTable& table, int64_t dim) {
   }
 }
 
+// Chunks that begin or end in the middle of a pair, whose other position holds no number.
+void edges(const KernelTable& table) {
+  for (const int64_t rows : {15, 16, 29}) {
+    for (const int64_t positions : {1, 17, 32, 33, 47, 63}) {
+      for (const int64_t hidden : {kNothingHidden, int64_t{1}, int64_t{33}}) {
+        const int64_t first = std::max<int64_t>(1, positions - 9);
+        if (hidden + rows / 4 >= first) continue;
+        begin_case("%s bf16 attention %s, %d rows, %d positions, %d hidden", table.name, with_unit(),
+                   int(rows), int(positions), int(std::max<int64_t>(hidden, 0)));
+        constexpr int64_t kDim = 32;
+        Random random(static_cast<uint64_t>(rows * 100 + positions));
+        const std::vector<float> query = cached(random_floats(random, Flavour::kUnit, rows * kDim));
+        std::vector<float> numbers =
+            cached(random_floats(random, Flavour::kUnit, positions * kDim));
+        std::fill_n(numbers.begin(), std::max<int64_t>(hidden, 0) * kDim, NAN);
+        const Rows cache = rows_of(numbers, kDim);
+        const std::vector<float> all =
+            attend(table, query, rows, 4, cache, cache, positions, first, 0.3f, hidden);
+        for (int64_t r = 0; r < rows; ++r) {
+          const std::vector<float> one(query.begin() + r * kDim, query.begin() + (r + 1) * kDim);
+          const int64_t seen = std::min(first + r / 4, positions);
+          const std::vector<float> alone =
+              attend(table, one, 1, 1, cache, cache, seen, seen, 0.3f, hidden + r / 4);
+          CHECK(std::memcmp(&all[at(r) * alone.size()], alone.data(),
+                            alone.size() * sizeof(float)) == 0,
+                "row %d differs from the same row alone", int(r));
+        }
+      }
+    }
+  }
+}
+
 // ---- small numbers ------------------------------------------------------------------------------
 
 void written(const KernelTable& table) {
@@ -319,7 +353,7 @@ void flushing_changes_nothing(const KernelTable& table) {
   }
 }
 
-// Every table without the CPU's pair unit and, where it may be used, with it.
+// Every table without the CPU's units and, where one may be used, with it.
 template <class F>
 void with_and_without_unit(const F& f) {
   for (const KernelTable* table : tables_under_test()) {
@@ -328,16 +362,20 @@ void with_and_without_unit(const F& f) {
       by_pair_unit = unit;
       f(*table);
     }
+    by_pair_unit = false;
+    by_matrix_unit = may_use_matrix_unit(*table);
+    if (by_matrix_unit) f(*table);
+    by_matrix_unit = false;
   }
-  by_pair_unit = false;
 }
 
 TEST(order) { with_and_without_unit(order); }
 TEST(rows_are_independent) { with_and_without_unit(rows_are_independent); }
 TEST(flushing_changes_nothing) { with_and_without_unit(flushing_changes_nothing); }
 TEST(windows) {  // the unit takes multiples of 32
-  with_and_without_unit([](const KernelTable& table) { windows(table, by_pair_unit ? 64 : 40); });
+  with_and_without_unit([](const KernelTable& table) { windows(table, by_pair_unit || by_matrix_unit ? 64 : 40); });
 }
+TEST(edges) { with_and_without_unit(edges); }
 TEST(written) { on_every_table(written); }
 
 }  // namespace

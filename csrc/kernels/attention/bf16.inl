@@ -1,6 +1,6 @@
 // bfloat16 caches, one chunk for all query rows: where its keys and values lie or are laid out, and
 // which rows are processed together. Sums: bf16_chains.inl, or bf16_unit.inl where the CPU has the
-// unit.
+// unit; bf16_tiles.inl, where it has a matrix unit, for many rows of a cache in panels.
 
 // Whether the values of some positions are numbers, so that a weight of 0 makes 0 of them.
 template <class Values>
@@ -218,10 +218,3 @@ void attend_pair_chunk(PairChunk<Values> chunk, float* states) {
   });
 }
 
-void attend_bf16(const AttentionChunk& c, float* scratch, float* states) {
-  if (c.layout == CacheLayout::kPanels) {
-    attend_pair_chunk(chunk_of_panels(c, scratch), states);
-  } else {
-    attend_pair_chunk(chunk_of_rows(c, scratch), states);
-  }
-}

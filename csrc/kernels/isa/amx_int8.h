@@ -30,6 +30,11 @@ struct MatrixUnit {
     const __m512i high = _mm512_mullo_epi16(_mm512_and_si512(v, upper), factor);
     return _mm512_ternarylogic_epi32(upper, high, low, 0xca);
   }
+  // 16 bfloat16 numbers that are held as floats.
+  static void store_bf16(const float* x, void* to) {
+    const __m512i upper = _mm512_srli_epi32(_mm512_loadu_si512(x), 16);
+    _mm256_storeu_si256(static_cast<__m256i*>(to), _mm512_cvtepi32_epi16(upper));
+  }
 #if defined(BITNET_EMULATE_TILES)
   static void configure(const Config& c) { emulated::tile_configure(c.rows, c.row_bytes); }
   static void release() { emulated::tile_release(); }
@@ -56,6 +61,10 @@ struct MatrixUnit {
   template <int C, int A, int B>
   static void multiply_signed() {
     emulated::tile_dpbssd(C, A, B);
+  }
+  template <int C, int A, int B>
+  static void multiply_bf16() {
+    emulated::tile_dpbf16(C, A, B);
   }
 #else
   static void configure(const Config& c) { __asm__ volatile("ldtilecfg %0" : : "m"(c) : "memory"); }
@@ -86,6 +95,11 @@ struct MatrixUnit {
   template <int C, int A, int B>
   static void multiply_signed() {
     __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+  }
+  // C[m][n] += (sum over even k) + (sum over odd k) of A[m][k] * B[k / 2][n][k % 2], bfloat16.
+  template <int C, int A, int B>
+  static void multiply_bf16() {
+    __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
   }
 #endif
 };

@@ -1,5 +1,5 @@
 // AMX tiles as plain C++, for the tests: every kernel of amx_int8 on a CPU without a matrix unit.
-// By the operation sections of LDTILECFG, TILELOADD, TILESTORED, TDPBSUD and TDPBSSD.  What the
+// By the operation sections of LDTILECFG, TILELOADD, TILESTORED, TDPBSUD, TDPBSSD and TDPBF16PS.  What the
 // processor answers with a fault ends the program: a tile used without a configuration, shapes that
 // differ. Must not know the vector instructions: those may be native or emulated (immintrin.h).
 #pragma once
@@ -68,6 +68,33 @@ template <class B>
 }
 [[maybe_unused]] inline void tile_dpbsud(int c, int a, int b) { tile_dpbs<uint8_t>(c, a, b); }
 [[maybe_unused]] inline void tile_dpbssd(int c, int a, int b) { tile_dpbs<int8_t>(c, a, b); }
+
+// Whatever the caller's rounding state: no operand of attention is denormal, no sum becomes so.
+[[maybe_unused]] inline void tile_dpbf16(int c, int a, int b) {
+  TileState& s = g_tiles;
+  tile_require(s.configured && s.rows[c] == s.rows[a] && s.row_bytes[c] == s.row_bytes[b] &&
+               s.row_bytes[a] == 4 * s.rows[b]);
+  const auto number = [](const uint8_t* p) {
+    uint16_t half;
+    __builtin_memcpy(&half, p, 2);
+    const uint32_t word = static_cast<uint32_t>(half) << 16;
+    float x;
+    __builtin_memcpy(&x, &word, 4);
+    return x;
+  };
+  for (int m = 0; m < s.rows[c]; ++m) {
+    for (int n = 0; n < s.row_bytes[c] / 4; ++n) {
+      float chains[2] = {}, sum;
+      for (int k = 0; k < s.row_bytes[a] / 2; ++k) {
+        chains[k % 2] = __builtin_fmaf(number(s.bytes[a][m] + 2 * k),
+                                       number(s.bytes[b][k / 2] + 4 * n + 2 * (k % 2)), chains[k % 2]);
+      }
+      __builtin_memcpy(&sum, s.bytes[c][m] + 4 * n, 4);
+      sum += chains[0] + chains[1];
+      __builtin_memcpy(s.bytes[c][m] + 4 * n, &sum, 4);
+    }
+  }
+}
 
 }  // namespace emulated
 }  // namespace
