@@ -37,7 +37,7 @@ RULES = [
     ("format/", r"format/.*", NEITHER),
     (
         "engine/",
-        r"(engine|runtime)/.*|format/layout\.h|kernels/(dispatch|kernel_table|pair_unit)\.h",
+        r"(engine|runtime)/.*|format/layout\.h|kernels/(dispatch|kernel_table|pair_unit|tile_check)\.h",
         NO_SIMD,
     ),
     ("tests/", r"(tests|engine|runtime|format|kernels)/.*", NEITHER),

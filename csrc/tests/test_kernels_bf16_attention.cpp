@@ -270,8 +270,8 @@ void edges(const KernelTable& table) {
       for (const int64_t hidden : {kNothingHidden, int64_t{1}, int64_t{33}}) {
         const int64_t first = std::max<int64_t>(1, positions - 9);
         if (hidden + rows / 4 >= first) continue;
-        begin_case("%s bf16 attention %s, %d rows, %d positions, %d hidden", table.name, with_unit(),
-                   int(rows), int(positions), int(std::max<int64_t>(hidden, 0)));
+        begin_case("%s bf16 attention %s, %d rows, %d positions, %d hidden", table.name,
+                   with_unit(), int(rows), int(positions), int(std::max<int64_t>(hidden, 0)));
         constexpr int64_t kDim = 32;
         Random random(static_cast<uint64_t>(rows * 100 + positions));
         const std::vector<float> query = cached(random_floats(random, Flavour::kUnit, rows * kDim));
@@ -373,7 +373,8 @@ TEST(order) { with_and_without_unit(order); }
 TEST(rows_are_independent) { with_and_without_unit(rows_are_independent); }
 TEST(flushing_changes_nothing) { with_and_without_unit(flushing_changes_nothing); }
 TEST(windows) {  // the unit takes multiples of 32
-  with_and_without_unit([](const KernelTable& table) { windows(table, by_pair_unit || by_matrix_unit ? 64 : 40); });
+  with_and_without_unit(
+      [](const KernelTable& table) { windows(table, by_pair_unit || by_matrix_unit ? 64 : 40); });
 }
 TEST(edges) { with_and_without_unit(edges); }
 TEST(written) { on_every_table(written); }

@@ -217,4 +217,3 @@ void attend_pair_chunk(PairChunk<Values> chunk, float* states) {
     chunk.ask_no_more();
   });
 }
-

@@ -1,5 +1,5 @@
-// Attention over bfloat16 caches in panels by the matrix unit, for sixteen query rows at a time: its
-// products of bfloat16 have the order of the sums as it is (bf16_chains.inl), and both kinds of
+// Attention over bfloat16 caches in panels by the matrix unit, for sixteen query rows at a time:
+// its products of bfloat16 have the order of the sums as it is (bf16_chains.inl), and both kinds of
 // panels lie as it reads them. A panel of keys holds 16 positions in lines of a pair of elements;
 // two panels of values hold 32 positions in lines of a pair of positions.
 
@@ -36,7 +36,8 @@ inline TileValues tile_values(const PairChunk<PanelValues>& chunk, char* memory)
         continue;
       }
       const char* seen = panels[(j - begin) / kPanelPositions];
-      __builtin_memcpy(line, seen + j % kPanelPositions / 2 * pair_bytes, static_cast<size_t>(pair_bytes));
+      __builtin_memcpy(line, seen + j % kPanelPositions / 2 * pair_bytes,
+                       static_cast<size_t>(pair_bytes));
       for (int64_t odd = 0; odd < 2; ++odd) {
         if (j + odd >= from && j + odd < to) continue;
         for (int64_t i = 0; i < c.dim; ++i) __builtin_memset(line + 4 * i + 2 * odd, 0, 2);
@@ -147,8 +148,8 @@ void attend_unit_chunk(PairChunk<PanelValues> chunk, float* states) {
   TileKeys keys = tile_keys(chunk);
   U::configure({});
   for (int64_t row = 0; row < c.rows; row += kUnitRows) {
-    attend_unit_rows<U>(chunk, keys, values,
-                        row + kUnitRows <= c.rows ? row : c.rows - kUnitRows, states);
+    attend_unit_rows<U>(chunk, keys, values, row + kUnitRows <= c.rows ? row : c.rows - kUnitRows,
+                        states);
     keys.ask = false;
   }
   U::release();

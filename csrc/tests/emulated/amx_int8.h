@@ -1,7 +1,8 @@
 // AMX tiles as plain C++, for the tests: every kernel of amx_int8 on a CPU without a matrix unit.
-// By the operation sections of LDTILECFG, TILELOADD, TILESTORED, TDPBSUD, TDPBSSD and TDPBF16PS.  What the
-// processor answers with a fault ends the program: a tile used without a configuration, shapes that
-// differ. Must not know the vector instructions: those may be native or emulated (immintrin.h).
+// By the operation sections of LDTILECFG, TILELOADD, TILESTORED, TDPBSUD, TDPBSSD and TDPBF16PS.
+// What the processor answers with a fault ends the program: a tile used without a configuration,
+// shapes that differ. Must not know the vector instructions: those may be native or emulated
+// (immintrin.h).
 #pragma once
 
 #include <cstdint>
@@ -86,8 +87,9 @@ template <class B>
     for (int n = 0; n < s.row_bytes[c] / 4; ++n) {
       float chains[2] = {}, sum;
       for (int k = 0; k < s.row_bytes[a] / 2; ++k) {
-        chains[k % 2] = __builtin_fmaf(number(s.bytes[a][m] + 2 * k),
-                                       number(s.bytes[b][k / 2] + 4 * n + 2 * (k % 2)), chains[k % 2]);
+        chains[k % 2] =
+            __builtin_fmaf(number(s.bytes[a][m] + 2 * k),
+                           number(s.bytes[b][k / 2] + 4 * n + 2 * (k % 2)), chains[k % 2]);
       }
       __builtin_memcpy(&sum, s.bytes[c][m] + 4 * n, 4);
       sum += chains[0] + chains[1];
