@@ -242,18 +242,22 @@ void windows(const KernelTable& table, int64_t dim) {
         Random random(static_cast<uint64_t>(rows * 100 + window));
         const std::vector<float> query = cached(random_floats(random, Flavour::kUnit, rows * dim));
         const std::vector<float> numbers = cached(random_floats(random, Flavour::kUnit, 64 * dim));
-        const Rows keys = rows_of(numbers, dim), values = keys;
+        std::vector<float> weighed = numbers;  // infinite where the first row alone sees it
+        weighed[at(std::max<int64_t>(hidden, 0) * dim)] = INFINITY;
+        const Rows keys = rows_of(numbers, dim), values = rows_of(weighed, dim);
         const std::vector<float> all =
             attend(table, query, rows, 1, keys, values, 64, first, 0.3f, hidden);
         for (int64_t r = 0; r < rows; ++r) {
           const int64_t begin = std::max<int64_t>(0, hidden + r);
           const int64_t end = std::min<int64_t>(first + r, 64);
-          std::vector<float> seen = numbers;
-          std::fill(seen.begin(), seen.begin() + begin * dim, NAN);
-          std::fill(seen.begin() + end * dim, seen.end(), INFINITY);
+          const auto seen = [&](std::vector<float> x) {
+            std::fill(x.begin(), x.begin() + begin * dim, NAN);
+            std::fill(x.begin() + end * dim, x.end(), INFINITY);
+            return rows_of(x, dim);
+          };
           const std::vector<float> one(query.begin() + r * dim, query.begin() + (r + 1) * dim);
-          const std::vector<float> alone = attend(table, one, 1, 1, rows_of(seen, dim),
-                                                  rows_of(seen, dim), 64, end, 0.3f, begin);
+          const std::vector<float> alone =
+              attend(table, one, 1, 1, seen(numbers), seen(weighed), 64, end, 0.3f, begin);
           CHECK(std::memcmp(&all[at(r) * alone.size()], alone.data(),
                             alone.size() * sizeof(float)) == 0,
                 "row %d differs from the same row alone", int(r));

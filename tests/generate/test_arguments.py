@@ -160,6 +160,7 @@ LISTS = ["1"], [[1]]
 TAKES: dict[str, Callable[[Any], bool]] = {
     "Engine.abort.id": integer(0),
     "activation_format": among("auto"),
+    "attention": nothing,
     "adapter": nothing,
     "Engine.add.constraint": nothing,
     "Engine.add.consumer": either(nothing, callable),
