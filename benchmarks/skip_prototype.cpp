@@ -33,19 +33,39 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace {
 
 constexpr int64_t kRows = 2560, kInputs = 6912;  // of DOWN; UP has them the other way round
 constexpr int64_t kBytes = kRows * kInputs / 4;
-constexpr int64_t kCopies = 122;  // 540 MB
+#ifndef COPIES
+#define COPIES 122
+#endif
+constexpr int64_t kCopies = COPIES;  // 540 MB
 constexpr int64_t kLine = 64;
 
-// g++ 12 drops the intrinsic where nothing else depends on it
+// Into which level lines of the list are fetched ahead. Zen 4 has more misses on the way into its
+// second level than into its first.
+enum Fetched { kNone, kL1, kL2 };
+
+// g++ 12 drops the intrinsic where nothing else depends on it. An "m" operand might be a sum, and
+// would send all sums to memory.
+template <Fetched to>
 inline void prefetch(const void* p) {
-  asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(p)));
+  if constexpr (to == kL1) asm volatile("prefetcht0 (%0)" : : "r"(p));
+  if constexpr (to == kL2) asm volatile("prefetcht1 (%0)" : : "r"(p));
 }
+
+// f.operator()<0>() .. <N - 1>(): constant indices keep sums in registers
+template <int N, class F>
+[[gnu::always_inline]] inline void repeat(const F& f) {
+  [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
+    (f.template operator()<i>(), ...);
+  }(std::make_integer_sequence<int, N>());
+}
+#define INLINE __attribute__((always_inline))
 
 // What a token multiplies: offsets of lines and four (columns: one) int8 each.
 struct List {
@@ -115,63 +135,44 @@ inline int32_t four(const int8_t* x) {
 #ifdef __AVX512F__
 constexpr bool kScaled = true;
 
-template <int S, bool kFetch, class Fetch>
+// In place: g++ 12 copies the sums of the intrinsic, and spills them.
+inline void dot(__m512i& sum, __m512i codes, __m512i x) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(x));
+}
+
+template <int S, class Fetch>
 void quads(const uint8_t* w, int64_t apart, const List& list, int64_t begin, int64_t end,
            int32_t* sums, const Fetch& fetch) {
-  constexpr int kSets = S == 1 ? 2 : 1;  // chains long enough to hide a dot's latency
-  __m512i acc[kSets][S][4];
-#pragma GCC unroll 32
-  for (int i = 0; i < S; ++i) {
-#pragma GCC unroll 4
-    for (int f = 0; f < 4; ++f) {
-      acc[0][i][f] = _mm512_loadu_si512(sums + 64 * i + 16 * f);
-      if (kSets == 2) acc[kSets - 1][i][f] = _mm512_setzero_si512();
-    }
-  }
-  const __m512i m0 = _mm512_set1_epi8(3), m1 = _mm512_set1_epi8(12), m2 = _mm512_set1_epi8(48),
-                m3 = _mm512_set1_epi8(static_cast<char>(192));
-  const auto one = [&]<int set>(int64_t i) {
+  __m512i acc[4 * S];
+  repeat<4 * S>([&]<int i>() INLINE { acc[i] = _mm512_loadu_si512(sums + 16 * i); });
+  const __m512i masks[4] = {_mm512_set1_epi8(3), _mm512_set1_epi8(12), _mm512_set1_epi8(48),
+                            _mm512_set1_epi8(static_cast<char>(192))};
+#pragma GCC unroll 1
+  for (int64_t i = begin; i < end; ++i) {
     const __m512i x = _mm512_set1_epi32(four(&list.x[4 * i]));
-    if (kFetch) fetch(i);
-#pragma GCC unroll 32
-    for (int s = 0; s < S; ++s) {
-      const __m512i v = _mm512_loadu_si512(w + list.at[i] + s * apart);
-      acc[set][s][0] = _mm512_dpbusd_epi32(acc[set][s][0], _mm512_and_si512(v, m0), x);
-      acc[set][s][1] = _mm512_dpbusd_epi32(acc[set][s][1], _mm512_and_si512(v, m1), x);
-      acc[set][s][2] = _mm512_dpbusd_epi32(acc[set][s][2], _mm512_and_si512(v, m2), x);
-      acc[set][s][3] = _mm512_dpbusd_epi32(acc[set][s][3], _mm512_and_si512(v, m3), x);
-    }
-  };
-  int64_t i = begin;
-  for (; i + kSets <= end; i += kSets) {
-    one.template operator()<0>(i);
-    if constexpr (kSets == 2) one.template operator()<1>(i + 1);
+    fetch(i);
+    const uint8_t* from = w + list.at[i];
+    repeat<S>([&]<int s>() INLINE {
+      const __m512i v = _mm512_loadu_si512(from + s * apart);
+      repeat<4>([&]<int f>() INLINE { dot(acc[4 * s + f], _mm512_and_si512(v, masks[f]), x); });
+    });
   }
-  for (; i < end; ++i) one.template operator()<0>(i);
-#pragma GCC unroll 32
-  for (int s = 0; s < S; ++s) {
-#pragma GCC unroll 4
-    for (int f = 0; f < 4; ++f) {
-      __m512i sum = acc[0][s][f];
-      if (kSets == 2) sum = _mm512_add_epi32(sum, acc[kSets - 1][s][f]);
-      _mm512_storeu_si512(sums + 64 * s + 16 * f, sum);
-    }
-  }
+  repeat<4 * S>([&]<int i>() INLINE { _mm512_storeu_si512(sums + 16 * i, acc[i]); });
 }
 
 // One line of every column of [begin, end), a multiple of 4. Sums: [field][4 vectors][16], row
 // 64 f + 16 (lane / 4) + 4 v + lane % 4.
-template <bool kFetch, class Fetch>
+template <class Fetch>
 void columns(const uint8_t* w, const List& list, int64_t begin, int64_t end, int32_t* sums,
              const Fetch& fetch) {
-  __m512i acc[4][4];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) acc[i / 4][i % 4] = _mm512_loadu_si512(sums + 16 * i);
+  __m512i acc[16];
+  repeat<16>([&]<int i>() INLINE { acc[i] = _mm512_loadu_si512(sums + 16 * i); });
   const __m512i masks[4] = {_mm512_set1_epi8(3), _mm512_set1_epi8(12), _mm512_set1_epi8(48),
                             _mm512_set1_epi8(static_cast<char>(192))};
+#pragma GCC unroll 1
   for (int64_t i = begin; i < end; i += 4) {
     const __m512i x = _mm512_set1_epi32(four(&list.x[i]));
-    if (kFetch) fetch(i);
+    fetch(i);
     const __m512i a = _mm512_loadu_si512(w + list.at[i]);
     const __m512i b = _mm512_loadu_si512(w + list.at[i + 1]);
     const __m512i c = _mm512_loadu_si512(w + list.at[i + 2]);
@@ -180,16 +181,9 @@ void columns(const uint8_t* w, const List& list, int64_t begin, int64_t end, int
     const __m512i cd = _mm512_unpacklo_epi8(c, d), CD = _mm512_unpackhi_epi8(c, d);
     const __m512i v[4] = {_mm512_unpacklo_epi16(ab, cd), _mm512_unpackhi_epi16(ab, cd),
                           _mm512_unpacklo_epi16(AB, CD), _mm512_unpackhi_epi16(AB, CD)};
-#pragma GCC unroll 4
-    for (int f = 0; f < 4; ++f) {
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) {
-        acc[f][j] = _mm512_dpbusd_epi32(acc[f][j], _mm512_and_si512(v[j], masks[f]), x);
-      }
-    }
+    repeat<16>([&]<int i>() INLINE { dot(acc[i], _mm512_and_si512(v[i % 4], masks[i / 4]), x); });
   }
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) _mm512_storeu_si512(sums + 16 * i, acc[i / 4][i % 4]);
+  repeat<16>([&]<int i>() INLINE { _mm512_storeu_si512(sums + 16 * i, acc[i]); });
 }
 constexpr int64_t column_sum_at(int64_t row) {  // row of 256
   const int64_t f = row / 64, r = row % 64;
@@ -207,7 +201,7 @@ inline void add(int32_t* to, __m256i v) {
 }
 
 // Sums of 16 bits hold 64 products of two pairs at most: callers pause there.
-template <int S, bool kFetch, class Fetch>
+template <int S, class Fetch>
 void quads(const uint8_t* w, int64_t apart, const List& list, int64_t begin, int64_t end,
            int32_t* sums, const Fetch& fetch) {
 #pragma GCC unroll 1
@@ -217,7 +211,7 @@ void quads(const uint8_t* w, int64_t apart, const List& list, int64_t begin, int
     for (int i = 0; i < 8; ++i) acc[i / 4][i % 4] = _mm256_setzero_si256();
     for (int64_t i = begin; i < end; ++i) {
       const __m256i x = _mm256_set1_epi32(four(&list.x[4 * i]));
-      if (kFetch && s == 0) fetch(i);
+      if (s == 0) fetch(i);
 #pragma GCC unroll 2
       for (int h = 0; h < 2; ++h) {
         const __m256i v = load(w + list.at[i] + s * apart + 32 * h);
@@ -235,7 +229,7 @@ void quads(const uint8_t* w, int64_t apart, const List& list, int64_t begin, int
   }
 }
 
-template <bool kFetch, class Fetch>
+template <class Fetch>
 void columns(const uint8_t* w, const List& list, int64_t begin, int64_t end, int32_t* sums,
              const Fetch& fetch) {
   for (int h = 0; h < 2; ++h) {
@@ -246,7 +240,7 @@ void columns(const uint8_t* w, const List& list, int64_t begin, int64_t end, int
       int16_t two;
       std::memcpy(&two, &list.x[i], 2);
       const __m256i x = _mm256_set1_epi16(two);
-      if (kFetch && h == 0 && i % 4 == 0) fetch(i);
+      if (h == 0 && i % 4 == 0) fetch(i);
       const __m256i a = load(w + list.at[i] + 32 * h), b = load(w + list.at[i + 1] + 32 * h);
       const __m256i v[2] = {_mm256_unpacklo_epi8(a, b), _mm256_unpackhi_epi8(a, b)};
 #pragma GCC unroll 2
@@ -281,7 +275,7 @@ struct Share {  // of a thread
 // Panels of U lines, S of them at a time; all = dense, in order, by the same loop. Where U = 1 the S
 // lines belong to panels a share's S-th apart: as many streams. U > S: blocks of `ahead` items, U / S
 // passes over each, which fetch the next block's lines in the order of memory.
-template <int U, int S, bool kFetch>
+template <int U, int S, Fetched kTo>
 void down_quads(const uint8_t* w, const int8_t* x, bool all, int64_t ahead, int64_t rows, int64_t k,
                 Share share, List& list, int32_t* sums) {
   make_list<4>(x, k, U * kLine, all, list);
@@ -297,8 +291,9 @@ void down_quads(const uint8_t* w, const int8_t* x, bool all, int64_t ahead, int6
     for (int64_t b = 0; b < list.n; b += block) {
       const int64_t end = std::min(list.n, b + block);
       for (int pass = 0; pass < kPasses; ++pass) {
-        quads<S, kFetch>(wp + pass * S * kLine, apart, list, b, end, mine + pass * S * 64,
+        quads<S>(wp + pass * S * kLine, apart, list, b, end, mine + pass * S * 64,
                          [&](int64_t i) {
+                           if (kTo == kNone) return;
                            int64_t item = i + ahead, line = 0;
                            if (kPasses > 1) {
                              const int64_t at = pass * block + i - b;
@@ -308,7 +303,7 @@ void down_quads(const uint8_t* w, const int8_t* x, bool all, int64_t ahead, int6
                            }
                            const uint8_t* to = wp + list.at[item] + line * kLine;
 #pragma GCC unroll 32
-                           for (int s = 0; s < S; ++s) prefetch(to + s * apart);
+                           for (int s = 0; s < S; ++s) prefetch<kTo>(to + s * apart);
                          });
       }
     }
@@ -319,7 +314,7 @@ void down_quads(const uint8_t* w, const int8_t* x, bool all, int64_t ahead, int6
   }
 }
 
-template <int U, bool kFetch>
+template <int U, Fetched kTo>
 void down_columns(const uint8_t* w, const int8_t* x, bool all, int64_t ahead, Share share,
                   List& list, int32_t* sums) {
   make_list<1>(x, kInputs, U * kLine, all, list);
@@ -334,14 +329,15 @@ void down_columns(const uint8_t* w, const int8_t* x, bool all, int64_t ahead, Sh
     for (int64_t b = 0; b < list.n; b += block) {
       const int64_t end = std::min(list.n, b + block);
       for (int pass = 0; pass < U; ++pass) {
-        columns<kFetch>(wp + pass * kLine, list, b, end, mine + pass * 256, [&](int64_t i) {
+        columns(wp + pass * kLine, list, b, end, mine + pass * 256, [&](int64_t i) {
+          if (kTo == kNone) return;
           if (U == 1) {
-            for (int j = 0; j < 4; ++j) prefetch(wp + list.at[i + ahead + j - 4]);
+            for (int j = 0; j < 4; ++j) prefetch<kTo>(wp + list.at[i + ahead + j - 4]);
             return;
           }
           for (int j = 0; j < 4; ++j) {
             const int64_t at = pass * block + i - b + j, item = b + block + at / U;
-            if (item < list.n + ahead) prefetch(wp + list.at[item] + at % U * kLine);
+            if (item < list.n + ahead) prefetch<kTo>(wp + list.at[item] + at % U * kLine);
           }
         });
       }
@@ -375,7 +371,8 @@ void spread(const int8_t* x, int8_t* to) {
   }
 }
 
-// Four canonical rows and one token; prefetches four others.
+// Four canonical rows and one token; prefetches four others, row after row.
+template <Fetched kTo>
 void four_rows(const uint8_t* const* w, const uint8_t* const* next, const int8_t* spread_x,
                int32_t* sums) {
   constexpr int64_t kRowBytes = kRows / 4;
@@ -386,14 +383,17 @@ void four_rows(const uint8_t* const* w, const uint8_t* const* next, const int8_t
   const __m512i masks[4] = {_mm512_set1_epi8(static_cast<char>(192)), _mm512_set1_epi8(48),
                             _mm512_set1_epi8(12), _mm512_set1_epi8(3)};
   for (int64_t at = 0; at < kRowBytes; at += 64) {
+    __m512i x[4];
+#pragma GCC unroll 4
+    for (int f = 0; f < 4; ++f) x[f] = _mm512_loadu_si512(spread_x + 4 * at + 64 * f);
 #pragma GCC unroll 4
     for (int r = 0; r < 4; ++r) {
-      prefetch(next[r] + at);
+      const int64_t line = at / 16 + r;
+      prefetch<kTo>(next[line / (kRowBytes / 64)] + line % (kRowBytes / 64) * 64);
       const __m512i v = _mm512_loadu_si512(w[r] + at);
 #pragma GCC unroll 4
       for (int f = 0; f < 4; ++f) {
-        acc[r][f] = _mm512_dpbusd_epi32(acc[r][f], _mm512_and_si512(v, masks[f]),
-                                        _mm512_loadu_si512(spread_x + 4 * at + 64 * f));
+        dot(acc[r][f], _mm512_and_si512(v, masks[f]), x[f]);
       }
     }
   }
@@ -410,7 +410,10 @@ void four_rows(const uint8_t* const* w, const uint8_t* const* next, const int8_t
   for (int64_t at = 0; at < kRowBytes; at += 32) {
 #pragma GCC unroll 4
     for (int r = 0; r < 4; ++r) {
-      if (at % 64 == 0) prefetch(next[r] + at);
+      const int64_t line = at / 64 * 4 + r;
+      if (at % 64 == 0) {
+        prefetch<kTo>(next[line / (kRowBytes / 64)] + line % (kRowBytes / 64) * 64);
+      }
       const __m256i v = load(w[r] + at);
       const auto part = [&](int f) {
         return _mm256_maddubs_epi16(field(v, 3 - f), load(spread_x + 4 * at + 32 * f));
@@ -433,13 +436,14 @@ void four_rows(const uint8_t* const* w, const uint8_t* const* next, const int8_t
 }
 
 // groups of 4 rows, the ones `ahead` groups behind are prefetched
+template <Fetched kTo>
 void up_rows(const uint8_t* w, const int8_t* x, const int8_t* wanted, int64_t ahead, Share share,
              List& list, int32_t* sums) {
   constexpr int64_t kRowBytes = kRows / 4;
   alignas(64) int8_t spread_x[kRows];
   spread(x, spread_x);
   make_list<1>(wanted, kInputs, 1, false, list);
-  list.extend(0, 4 * ahead);
+  list.extend(0, 4 * ahead + 4);
   const int64_t groups = list.n / 4;
   const Share mine = cut(groups, share);
   for (int64_t g = mine.id; g < mine.threads; ++g) {
@@ -449,12 +453,13 @@ void up_rows(const uint8_t* w, const int8_t* x, const int8_t* wanted, int64_t ah
       rows[r] = w + kRowBytes * list.at[4 * g + r];
       next[r] = w + kRowBytes * list.at[4 * (g + ahead) + r];
     }
-    four_rows(rows, next, spread_x, out);
+    four_rows<kTo>(rows, next, spread_x, out);
     for (int r = 0; r < 4; ++r) sums[list.at[4 * g + r]] = out[r];
   }
 }
 
 // tiles of 16 rows
+template <Fetched kTo>
 void up_tiles(const uint8_t* w, const int8_t* x, const int8_t* wanted, int64_t ahead, Share share,
               List& list, int32_t* sums) {
   constexpr int64_t kTileBytes = 16 * kRows / 4;
@@ -476,12 +481,11 @@ void up_tiles(const uint8_t* w, const int8_t* x, const int8_t* wanted, int64_t a
 #pragma GCC unroll 4
     for (int f = 0; f < 4; ++f) acc[f] = _mm512_setzero_si512();
     for (int64_t at = 0; at < kTileBytes; at += 64) {
-      prefetch(at + ahead < kTileBytes ? tile + at + ahead : next + at + ahead - kTileBytes);
+      prefetch<kTo>(at + ahead < kTileBytes ? tile + at + ahead : next + at + ahead - kTileBytes);
       const __m512i v = _mm512_loadu_si512(tile + at);
 #pragma GCC unroll 4
       for (int f = 0; f < 4; ++f) {
-        acc[f] = _mm512_dpbusd_epi32(acc[f], _mm512_and_si512(v, masks[f]),
-                                     _mm512_set1_epi32(four(x + at / 4 + 4 * f)));
+        dot(acc[f], _mm512_and_si512(v, masks[f]), _mm512_set1_epi32(four(x + at / 4 + 4 * f)));
       }
     }
     const __m512i a = _mm512_add_epi32(acc[0], _mm512_srai_epi32(acc[1], 2));
@@ -490,7 +494,7 @@ void up_tiles(const uint8_t* w, const int8_t* x, const int8_t* wanted, int64_t a
 #else
     __m256i acc[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
     for (int64_t at = 0; at < kTileBytes; at += 64) {
-      prefetch(at + ahead < kTileBytes ? tile + at + ahead : next + at + ahead - kTileBytes);
+      prefetch<kTo>(at + ahead < kTileBytes ? tile + at + ahead : next + at + ahead - kTileBytes);
 #pragma GCC unroll 2
       for (int h = 0; h < 2; ++h) {
         const __m256i v = load(tile + at + 32 * h);
@@ -550,7 +554,8 @@ int tile_code(const uint8_t* w, int64_t n, int64_t k) {
 struct Variant {
   std::string layout;
   double zeros;
-  int64_t ahead;  // of prefetches; 0: none
+  int64_t ahead;  // of prefetches
+  Fetched to;
   // token t; dense where zeros < 0
   std::function<void(const uint8_t*, int t, Share, List&, int32_t*)> run;
   // code of the layout, and where the sum of a row is, scaled by 4^
@@ -640,15 +645,15 @@ class Bench {
   }
 
   void print() const {
-    std::printf("%-26s %6s %6s  %8s %8s  %8s  %s\n", "layout", "zeros", "ahead", "best us",
+    std::printf("%-20s %6s %5s %5s  %8s %8s  %8s  %s\n", "layout", "zeros", "into", "ahead", "best us",
                 "median", "of dense", "rounds");
     for (const Variant& v : variants_) {
       if (v.us.empty()) continue;
       std::vector<double> us = v.us, ratio = v.to_dense;
       std::sort(us.begin(), us.end());
       std::sort(ratio.begin(), ratio.end());
-      std::printf("%-26s %6.3f %6ld  %8.1f %8.1f  %8.3f  %zu\n", v.layout.c_str(), v.zeros,
-                  long(v.ahead), us[0], us[us.size() / 2],
+      std::printf("%-20s %6.3f %5s %5ld  %8.1f %8.1f  %8.3f  %zu\n", v.layout.c_str(), v.zeros,
+                  v.to == kNone ? "-" : v.to == kL1 ? "L1" : "L2", long(v.ahead), us[0], us[us.size() / 2],
                   ratio.empty() ? 0. : ratio[ratio.size() / 2], us.size());
     }
   }
@@ -730,14 +735,12 @@ class Bench {
     v_tokens_.push_back(x);
   }
 
-  template <int U, int S>
+  template <int U, int S, Fetched kTo>
   void add_quads(const char* name, double zeros, const Tokens* x, int64_t ahead) {
-    Variant v{name, zeros, ahead, {}, {}, {}, {}, {}, {}, {}};
+    Variant v{name, zeros, ahead, kTo, {}, {}, {}, {}, {}, {}, {}};
     const int64_t rows = rows_, k = k_;
     v.run = [=](const uint8_t* w, int t, Share s, List& list, int32_t* sums) {
-      const int8_t* xt = (*x)[t].data();
-      ahead > 0 ? down_quads<U, S, true>(w, xt, zeros < 0, ahead, rows, k, s, list, sums)
-                : down_quads<U, S, false>(w, xt, zeros < 0, U > S ? 64 : 0, rows, k, s, list, sums);
+      down_quads<U, S, kTo>(w, (*x)[t].data(), zeros < 0, ahead, rows, k, s, list, sums);
     };
     v.code_of = [=](const uint8_t* w, int64_t n, int64_t i) { return quad_code(w, U, k, n, i); };
     v.sum_at = [](int64_t n) { return n; };
@@ -745,13 +748,11 @@ class Bench {
     add(std::move(v), x);
   }
 
-  template <int U>
+  template <int U, Fetched kTo>
   void add_columns(const char* name, double zeros, const Tokens* x, int64_t ahead) {
-    Variant v{name, zeros, ahead, {}, {}, {}, {}, {}, {}, {}};
+    Variant v{name, zeros, ahead, kTo, {}, {}, {}, {}, {}, {}, {}};
     v.run = [=](const uint8_t* w, int t, Share s, List& list, int32_t* sums) {
-      const int8_t* xt = (*x)[t].data();
-      ahead > 0 ? down_columns<U, true>(w, xt, zeros < 0, ahead, s, list, sums)
-                : down_columns<U, false>(w, xt, zeros < 0, U > 1 ? 64 : 0, s, list, sums);
+      down_columns<U, kTo>(w, (*x)[t].data(), zeros < 0, ahead, s, list, sums);
     };
     v.code_of = [=](const uint8_t* w, int64_t n, int64_t i) { return column_code(w, U, n, i); };
     v.sum_at = [](int64_t n) { return n / 256 * 256 + column_sum_at(n % 256); };
@@ -760,7 +761,7 @@ class Bench {
   }
 
   void add_read() {
-    Variant v{"read", -1, 0, {}, {}, {}, {}, {}, {}, {}};
+    Variant v{"read", -1, 0, kNone, {}, {}, {}, {}, {}, {}, {}};
     v.run = [](const uint8_t* w, int, Share s, List&, int32_t* sums) { read_all(w, s, sums); };
     add(std::move(v), nullptr);
   }
@@ -775,51 +776,67 @@ class Bench {
     rows_ = kRows;
     k_ = kInputs;
     const Tokens* full = tokens(4, 0);
-    add_quads<1, 2>("dense, tiles, 2 streams", -1, full, 40);  // as today: the base of ratios
+    add_quads<1, 2, kL1>("dense, quads 64 B", -1, full, 40);  // as today: the base of ratios
     add_read();
-    add_quads<5, kWide>("dense, quads 320 B", -1, full, 16);
-    add_quads<20, kWide>("dense, quads 1280 B", -1, full, 16);
-    add_columns<1>("dense, columns 64 B", -1, full, 64);
-    add_columns<5>("dense, columns 320 B", -1, full, 40);
+    add_quads<5, kWide, kL1>("dense, quads 320 B", -1, full, 16);
+    add_quads<20, kWide, kL1>("dense, quads 1280 B", -1, full, 16);
+    add_columns<1, kL1>("dense, columns 64 B", -1, full, 64);
+    add_columns<5, kL1>("dense, columns 320 B", -1, full, 40);
     for (double zeros : {0., .3, .5, .62, .72, .85}) {
       const Tokens* x = tokens(4, zeros);
-      for (int64_t ahead : {0, 16, 32, 64}) add_quads<1, 2>("quads 64 B, 2 streams", zeros, x, ahead);
-      for (int64_t ahead : {16, 32}) add_quads<1, 4>("quads 64 B, 4 streams", zeros, x, ahead);
-      for (int64_t ahead : {0, 8, 16, 32}) add_quads<5, kWide>("quads 320 B", zeros, x, ahead);
-      for (int64_t ahead : {0, 8, 16, 32}) add_quads<20, kWide>("quads 1280 B", zeros, x, ahead);
+      add_quads<1, 2, kNone>("quads 64 B", zeros, x, 0);
+      add_quads<1, 2, kL1>("quads 64 B", zeros, x, 32);
+      for (int64_t ahead : {32, 64, 128}) add_quads<1, 2, kL2>("quads 64 B", zeros, x, ahead);
+      add_quads<5, kWide, kNone>("quads 320 B", zeros, x, 64);
+      add_quads<5, kWide, kL1>("quads 320 B", zeros, x, 16);
+      for (int64_t ahead : {16, 32, 64}) add_quads<5, kWide, kL2>("quads 320 B", zeros, x, ahead);
+      add_quads<20, kWide, kL1>("quads 1280 B", zeros, x, 16);
+      for (int64_t ahead : {8, 16, 32}) add_quads<20, kWide, kL2>("quads 1280 B", zeros, x, ahead);
     }
     for (double zeros : {0., .3, .5, .62, .72, .8, .85, .887, .92}) {
       const Tokens* x = tokens(1, zeros);
-      for (int64_t ahead : {0, 16, 32, 64, 128}) add_columns<1>("columns 64 B", zeros, x, ahead);
-      for (int64_t ahead : {0, 20, 40, 60}) add_columns<5>("columns 320 B", zeros, x, ahead);
+      add_columns<1, kNone>("columns 64 B", zeros, x, 0);
+      add_columns<1, kL1>("columns 64 B", zeros, x, 64);
+      for (int64_t ahead : {64, 128, 256}) add_columns<1, kL2>("columns 64 B", zeros, x, ahead);
+      for (int64_t ahead : {20, 40, 60}) add_columns<5, kL2>("columns 320 B", zeros, x, ahead);
     }
+  }
+
+  template <class Function>
+  void add_gated(const char* name, Function function, const Tokens* x, double zeros, int64_t ahead,
+                 int64_t unit, Fetched to) {
+    Variant v{name, zeros, ahead, to, {}, {}, {}, {}, {}, {}, {}};
+    const int64_t k = k_;
+    k_ = kInputs;  // gates, not inputs
+    const Tokens* wanted = tokens(unit, zeros);
+    k_ = k;
+    v.run = [=](const uint8_t* w, int t, Share s, List& list, int32_t* sums) {
+      function(w, (*x)[t].data(), (*wanted)[t].data(), ahead, s, list, sums);
+    };
+    v.code_of = unit == 1 ? row_code : tile_code;
+    v.sum_at = [](int64_t n) { return n; };
+    v.needed = [=](int t, int64_t n) { return (*wanted)[t][n] != 0; };
+    add(std::move(v), x);
   }
 
   void add_up() {
     rows_ = kInputs;
     k_ = kRows;
     const Tokens* full = tokens(4, 0);
-    add_quads<1, 2>("dense, tiles, 2 streams", -1, full, 40);
+    add_quads<1, 2, kL1>("dense, quads 64 B", -1, full, 40);
     add_read();
-    const auto gated = [&](const char* name, auto function, double zeros, int64_t ahead, int64_t unit) {
-      Variant v{name, zeros, ahead, {}, {}, {}, {}, {}, {}, {}};
-      const int64_t k = k_;
-      k_ = kInputs;  // gates, not inputs
-      const Tokens* wanted = tokens(unit, zeros);
-      k_ = k;
-      v.run = [=](const uint8_t* w, int t, Share s, List& list, int32_t* sums) {
-        function(w, (*full)[t].data(), (*wanted)[t].data(), ahead, s, list, sums);
-      };
-      v.code_of = unit == 1 ? row_code : tile_code;
-      v.sum_at = [](int64_t n) { return n; };
-      v.needed = [=](int t, int64_t n) { return (*wanted)[t][n] != 0; };
-      add(std::move(v), full);
-    };
     for (double zeros : {0., .05, .25, .5}) {
-      for (int64_t ahead : {1024, 2048, 4096}) gated("tiles of 16 rows", up_tiles, zeros, ahead, 16);
+      for (int64_t ahead : {4096, 8192}) {
+        add_gated("tiles of 16 rows", up_tiles<kL1>, full, zeros, ahead, 16, kL1);
+        add_gated("tiles of 16 rows", up_tiles<kL2>, full, zeros, ahead, 16, kL2);
+      }
     }
     for (double zeros : {0., .3, .5, .62, .7, .78, .85}) {
-      for (int64_t ahead : {1, 2, 4}) gated("canonical rows", up_rows, zeros, ahead, 1);
+      add_gated("canonical rows", up_rows<kNone>, full, zeros, 1, 1, kNone);
+      add_gated("canonical rows", up_rows<kL1>, full, zeros, 1, 1, kL1);
+      for (int64_t ahead : {1, 2, 4, 8}) {
+        add_gated("canonical rows", up_rows<kL2>, full, zeros, ahead, 1, kL2);
+      }
     }
   }
 
