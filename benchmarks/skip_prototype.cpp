@@ -1,22 +1,26 @@
-// Products that skip zeros, for docs/notes/sparsity.md alone: what a decode of one token gains where
-// most inputs of DOWN are zero and most gates make their row of UP needless.
+// Products that skip zeros, for docs/notes/sparsity.md alone: what a decode of one token gains
+// where most inputs of DOWN are zero and most gates make their row of UP needless.
 //
 //   g++ -O3 -std=c++20 -pthread -march=native benchmarks/skip_prototype.cpp -o skip_prototype
 //   ./skip_prototype [down|up] [1|2 threads] [seconds]      (-march=haswell: the AVX2 variant)
 //
 // DOWN, N = 2560 rows, K = 6912, 2 bits a weight; field f of a byte is its bits 2f+1..2f:
-//   quads U    [N / 64 U][K / 4][U][16 lanes][4 k]: a line is 4 consecutive k of 64 rows, field f of
+//   quads U    [N / 64 U][K / 4][U][16 lanes][4 k]: a line is 4 consecutive k of 64 rows, field f
+//   of
 //              lane l is row 16 f + l. U = 1 is the package's own tile of AVX-512, `2bit`.
-//   columns U  [N / 256 U][K][U][64]: a line is one k of 256 rows, field f of byte r is row 64 f + r.
+//   columns U  [N / 256 U][K][U][64]: a line is one k of 256 rows, field f of byte r is row 64 f +
+//   r.
 //              Four (AVX2: two) columns of the list are interleaved in registers.
 // UP, N = 6912, K = 2560:
 //   quads 1    as above, dense
 //   tiles      [N / 16][K / 16][16 rows][4 k], field f is k = 16 s + 4 f + j: skips 16 rows
-//   rows       canonical: [N][K / 128][32], field 3 - f of byte j is k = 128 b + 32 f + j: skips a row
+//   rows       canonical: [N][K / 128][32], field 3 - f of byte j is k = 128 b + 32 f + j: skips a
+//   row
 //
-// Every layout has as many bytes, so that one pool of random codes serves as weights of all; each call
-// meets bytes that left the caches long ago. Calls include making the list. All variants take turns;
-// a call during which its thread lost the CPU is thrown away. Sums are checked by scalar code.
+// Every layout has as many bytes, so that one pool of random codes serves as weights of all; each
+// call meets bytes that left the caches long ago. Calls include making the list. All variants take
+// turns; a call during which its thread lost the CPU is thrown away. Sums are checked by scalar
+// code.
 #include <immintrin.h>
 #include <pthread.h>
 #include <sys/mman.h>
@@ -40,10 +44,7 @@ namespace {
 
 constexpr int64_t kRows = 2560, kInputs = 6912;  // of DOWN; UP has them the other way round
 constexpr int64_t kBytes = kRows * kInputs / 4;
-#ifndef COPIES
-#define COPIES 122
-#endif
-constexpr int64_t kCopies = COPIES;  // 540 MB
+constexpr int64_t kCopies = 122;  // 540 MB
 constexpr int64_t kLine = 64;
 
 // Into which level lines of the list are fetched ahead. Zen 4 has more misses on the way into its
@@ -128,7 +129,8 @@ inline int32_t four(const int8_t* x) {
   return v;
 }
 
-// ---- quads: S lines, `apart` bytes from one to the next, for each quad of [begin, end) -------------
+// ---- quads: S lines, `apart` bytes from one to the next, for each quad of [begin, end)
+// -------------
 //
 // Sums of a line: [field][16]; of AVX-512 field f is 4^f times too large (no shifts in the loop).
 
@@ -141,8 +143,8 @@ inline void dot(__m512i& sum, __m512i codes, __m512i x) {
 }
 
 template <int S, class Fetch>
-void quads(const uint8_t* w, int64_t apart, const List& list, int64_t begin, int64_t end,
-           int32_t* sums, const Fetch& fetch) {
+[[gnu::noinline]] void quads(const uint8_t* w, int64_t apart, const List& list, int64_t begin,
+                             int64_t end, int32_t* sums, const Fetch& fetch) {
   __m512i acc[4 * S];
   repeat<4 * S>([&]<int i>() INLINE { acc[i] = _mm512_loadu_si512(sums + 16 * i); });
   const __m512i masks[4] = {_mm512_set1_epi8(3), _mm512_set1_epi8(12), _mm512_set1_epi8(48),
@@ -152,10 +154,10 @@ void quads(const uint8_t* w, int64_t apart, const List& list, int64_t begin, int
     const __m512i x = _mm512_set1_epi32(four(&list.x[4 * i]));
     fetch(i);
     const uint8_t* from = w + list.at[i];
-    repeat<S>([&]<int s>() INLINE {
-      const __m512i v = _mm512_loadu_si512(from + s * apart);
-      repeat<4>([&]<int f>() INLINE { dot(acc[4 * s + f], _mm512_and_si512(v, masks[f]), x); });
-    });
+    __m512i v[S];
+    repeat<S>([&]<int s>() INLINE { v[s] = _mm512_loadu_si512(from + s * apart); });
+    repeat<4 * S>([&]<int i>()
+                      INLINE { dot(acc[i], _mm512_and_si512(v[i / 4], masks[i % 4]), x); });
   }
   repeat<4 * S>([&]<int i>() INLINE { _mm512_storeu_si512(sums + 16 * i, acc[i]); });
 }
@@ -163,8 +165,8 @@ void quads(const uint8_t* w, int64_t apart, const List& list, int64_t begin, int
 // One line of every column of [begin, end), a multiple of 4. Sums: [field][4 vectors][16], row
 // 64 f + 16 (lane / 4) + 4 v + lane % 4.
 template <class Fetch>
-void columns(const uint8_t* w, const List& list, int64_t begin, int64_t end, int32_t* sums,
-             const Fetch& fetch) {
+[[gnu::noinline]] void columns(const uint8_t* w, const List& list, int64_t begin, int64_t end,
+                               int32_t* sums, const Fetch& fetch) {
   __m512i acc[16];
   repeat<16>([&]<int i>() INLINE { acc[i] = _mm512_loadu_si512(sums + 16 * i); });
   const __m512i masks[4] = {_mm512_set1_epi8(3), _mm512_set1_epi8(12), _mm512_set1_epi8(48),
@@ -189,7 +191,7 @@ constexpr int64_t column_sum_at(int64_t row) {  // row of 256
   const int64_t f = row / 64, r = row % 64;
   return 64 * f + 16 * (r % 16 / 4) + 4 * (r / 16) + r % 4;
 }
-constexpr int64_t kMostItems = 1 << 30;  // without a pause: sums have 32 bits
+constexpr int64_t kMostQuads = 1 << 30, kMostColumns = 1 << 30;  // sums have 32 bits
 #else
 constexpr bool kScaled = false;
 inline __m256i load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
@@ -200,10 +202,11 @@ inline void add(int32_t* to, __m256i v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_add_epi32(load(to), v));
 }
 
-// Sums of 16 bits hold 64 products of two pairs at most: callers pause there.
+// Sums of 16 bits hold 64 products of pairs at most, so callers pause after 64 quads or 128
+// columns.
 template <int S, class Fetch>
-void quads(const uint8_t* w, int64_t apart, const List& list, int64_t begin, int64_t end,
-           int32_t* sums, const Fetch& fetch) {
+[[gnu::noinline]] void quads(const uint8_t* w, int64_t apart, const List& list, int64_t begin,
+                             int64_t end, int32_t* sums, const Fetch& fetch) {
 #pragma GCC unroll 1
   for (int s = 0; s < S; ++s) {  // lines of S > 1 lie in the first-level cache by then
     __m256i acc[2][4];
@@ -230,8 +233,8 @@ void quads(const uint8_t* w, int64_t apart, const List& list, int64_t begin, int
 }
 
 template <class Fetch>
-void columns(const uint8_t* w, const List& list, int64_t begin, int64_t end, int32_t* sums,
-             const Fetch& fetch) {
+[[gnu::noinline]] void columns(const uint8_t* w, const List& list, int64_t begin, int64_t end,
+                               int32_t* sums, const Fetch& fetch) {
   for (int h = 0; h < 2; ++h) {
     __m256i acc[2][4];
 #pragma GCC unroll 8
@@ -263,7 +266,7 @@ void columns(const uint8_t* w, const List& list, int64_t begin, int64_t end, int
   }
 }
 constexpr int64_t column_sum_at(int64_t row) { return row; }
-constexpr int64_t kMostItems = 64;  // columns: 128 would do
+constexpr int64_t kMostQuads = 64, kMostColumns = 128;
 #endif
 
 // ---- a whole product over such a layout -------------------------------------------------------
@@ -272,9 +275,9 @@ struct Share {  // of a thread
   int id, threads;
 };
 
-// Panels of U lines, S of them at a time; all = dense, in order, by the same loop. Where U = 1 the S
-// lines belong to panels a share's S-th apart: as many streams. U > S: blocks of `ahead` items, U / S
-// passes over each, which fetch the next block's lines in the order of memory.
+// Panels of U lines, S of them at a time; all = dense, in order, by the same loop. Where U = 1 the
+// S lines belong to panels a share's S-th apart: as many streams. U > S: blocks of `ahead` items, U
+// / S passes over each, which fetch the next block's lines in the order of memory.
 template <int U, int S, Fetched kTo>
 void down_quads(const uint8_t* w, const int8_t* x, bool all, int64_t ahead, int64_t rows, int64_t k,
                 Share share, List& list, int32_t* sums) {
@@ -284,27 +287,26 @@ void down_quads(const uint8_t* w, const int8_t* x, bool all, int64_t ahead, int6
   const int64_t panels = rows / 64 / U / share.threads, first = share.id * panels;
   constexpr int kStreams = U == 1 ? S : 1, kPasses = U == 1 ? 1 : U / S;
   const int64_t apart = U == 1 ? panels / S * panel_bytes : kLine;
-  const int64_t block = std::min(kMostItems, kPasses > 1 ? ahead : kMostItems);
+  const int64_t block = std::min(kMostQuads, kPasses > 1 ? ahead : kMostQuads);
   for (int64_t p = first; p < first + panels / kStreams; ++p) {
     const uint8_t* wp = w + p * panel_bytes;
     alignas(64) int32_t mine[(U == 1 ? S : U) * 64] = {};
     for (int64_t b = 0; b < list.n; b += block) {
       const int64_t end = std::min(list.n, b + block);
       for (int pass = 0; pass < kPasses; ++pass) {
-        quads<S>(wp + pass * S * kLine, apart, list, b, end, mine + pass * S * 64,
-                         [&](int64_t i) {
-                           if (kTo == kNone) return;
-                           int64_t item = i + ahead, line = 0;
-                           if (kPasses > 1) {
-                             const int64_t at = pass * block + i - b;
-                             item = b + block + at / kPasses;
-                             line = at % kPasses * S;
-                             if (item > list.n + ahead - 1) return;
-                           }
-                           const uint8_t* to = wp + list.at[item] + line * kLine;
+        quads<S>(wp + pass * S * kLine, apart, list, b, end, mine + pass * S * 64, [&](int64_t i) {
+          if (kTo == kNone) return;
+          int64_t item = i + ahead, line = 0;
+          if (kPasses > 1) {
+            const int64_t at = pass * block + i - b;
+            item = b + block + at / kPasses;
+            line = at % kPasses * S;
+            if (item > list.n + ahead - 1) return;
+          }
+          const uint8_t* to = wp + list.at[item] + line * kLine;
 #pragma GCC unroll 32
-                           for (int s = 0; s < S; ++s) prefetch<kTo>(to + s * apart);
-                         });
+          for (int s = 0; s < S; ++s) prefetch<kTo>(to + s * apart);
+        });
       }
     }
     for (int s = 0; s < (U == 1 ? S : U); ++s) {
@@ -319,9 +321,9 @@ void down_columns(const uint8_t* w, const int8_t* x, bool all, int64_t ahead, Sh
                   List& list, int32_t* sums) {
   make_list<1>(x, kInputs, U * kLine, all, list);
   const int64_t panel_bytes = kInputs * U * kLine;
-  list.extend(panel_bytes, ahead);
+  list.extend(panel_bytes, ahead + 4);
   const int64_t panels = kRows / 256 / U / share.threads, first = share.id * panels;
-  const int64_t block = std::min(kMostItems, U > 1 ? ahead : kMostItems);
+  const int64_t block = std::min(kMostColumns, U > 1 ? ahead : kMostColumns);
   for (int64_t p = first; p < first + panels; ++p) {
     const uint8_t* wp = w + p * panel_bytes;
     int32_t* mine = sums + p * U * 256;
@@ -332,7 +334,7 @@ void down_columns(const uint8_t* w, const int8_t* x, bool all, int64_t ahead, Sh
         columns(wp + pass * kLine, list, b, end, mine + pass * 256, [&](int64_t i) {
           if (kTo == kNone) return;
           if (U == 1) {
-            for (int j = 0; j < 4; ++j) prefetch<kTo>(wp + list.at[i + ahead + j - 4]);
+            for (int j = 0; j < 4; ++j) prefetch<kTo>(wp + list.at[i + ahead + j]);
             return;
           }
           for (int j = 0; j < 4; ++j) {
@@ -399,7 +401,8 @@ void four_rows(const uint8_t* const* w, const uint8_t* const* next, const int8_t
   }
 #pragma GCC unroll 4
   for (int r = 0; r < 4; ++r) {  // field f is 4^(3 - f) times too large
-    const __m512i a = _mm512_add_epi32(_mm512_srai_epi32(acc[r][0], 6), _mm512_srai_epi32(acc[r][1], 4));
+    const __m512i a =
+        _mm512_add_epi32(_mm512_srai_epi32(acc[r][0], 6), _mm512_srai_epi32(acc[r][1], 4));
     const __m512i b = _mm512_add_epi32(_mm512_srai_epi32(acc[r][2], 2), acc[r][3]);
     sums[r] = _mm512_reduce_add_epi32(_mm512_add_epi32(a, b));
   }
@@ -418,8 +421,8 @@ void four_rows(const uint8_t* const* w, const uint8_t* const* next, const int8_t
       const auto part = [&](int f) {
         return _mm256_maddubs_epi16(field(v, 3 - f), load(spread_x + 4 * at + 32 * f));
       };
-      const __m256i pairs = _mm256_add_epi16(_mm256_add_epi16(part(0), part(1)),
-                                             _mm256_add_epi16(part(2), part(3)));
+      const __m256i pairs =
+          _mm256_add_epi16(_mm256_add_epi16(part(0), part(1)), _mm256_add_epi16(part(2), part(3)));
       // 4 * 508 a step and 20 steps do not fit 16 bits
       acc[r] = _mm256_add_epi32(acc[r], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     }
@@ -595,8 +598,8 @@ Tokens make_tokens(int64_t k, int64_t group, double zeros, uint32_t seed) {
 class Bench {
  public:
   Bench(const std::string& product, int threads) : threads_(threads) {
-    void* p = mmap(nullptr, kCopies * kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
-                   -1, 0);
+    void* p =
+        mmap(nullptr, kCopies * kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) std::exit(1);
     madvise(p, kCopies * kBytes, MADV_HUGEPAGE);
     pool_ = static_cast<uint8_t*>(p);
@@ -645,15 +648,18 @@ class Bench {
   }
 
   void print() const {
-    std::printf("%-20s %6s %5s %5s  %8s %8s  %8s  %s\n", "layout", "zeros", "into", "ahead", "best us",
-                "median", "of dense", "rounds");
+    std::printf("%-20s %6s %5s %5s  %8s %8s  %8s  %s\n", "layout", "zeros", "into", "ahead",
+                "best us", "median", "of dense", "rounds");
     for (const Variant& v : variants_) {
       if (v.us.empty()) continue;
       std::vector<double> us = v.us, ratio = v.to_dense;
       std::sort(us.begin(), us.end());
       std::sort(ratio.begin(), ratio.end());
       std::printf("%-20s %6.3f %5s %5ld  %8.1f %8.1f  %8.3f  %zu\n", v.layout.c_str(), v.zeros,
-                  v.to == kNone ? "-" : v.to == kL1 ? "L1" : "L2", long(v.ahead), us[0], us[us.size() / 2],
+                  v.to == kNone ? "-"
+                  : v.to == kL1 ? "L1"
+                                : "L2",
+                  long(v.ahead), us[0], us[us.size() / 2],
                   ratio.empty() ? 0. : ratio[ratio.size() / 2], us.size());
     }
   }
@@ -798,7 +804,7 @@ class Bench {
       add_columns<1, kNone>("columns 64 B", zeros, x, 0);
       add_columns<1, kL1>("columns 64 B", zeros, x, 64);
       for (int64_t ahead : {64, 128, 256}) add_columns<1, kL2>("columns 64 B", zeros, x, ahead);
-      for (int64_t ahead : {20, 40, 60}) add_columns<5, kL2>("columns 320 B", zeros, x, ahead);
+      for (int64_t ahead : {40, 60, 120}) add_columns<5, kL2>("columns 320 B", zeros, x, ahead);
     }
   }
 
