@@ -118,6 +118,7 @@ def test_generate_json(threads: str) -> None:
         "isa": ISAS[0],
         "threads": int(threads),
         "kv_dtype": "bfloat16",
+        "attention": None,
         "weight_format": "2bit",
         "head_format": "int8",
     }

@@ -121,7 +121,7 @@ def test_load_makes_bfloat16_caches_and_takes_names(demo: LanguageModel) -> None
     assert demo.engine.kv_dtype == torch.bfloat16
     named = bitnet_ops.load(dtype="bfloat16", kv_dtype="int8")
     assert (named.model.dtype, named.engine.kv_dtype) == (torch.bfloat16, torch.int8)
-    with pytest.raises(ValueError, match="dtype float32 or bfloat16, got float16; relu2"):
+    with pytest.raises(ValueError, match="dtype float32 or bfloat16, got 'float16'; relu2"):
         bitnet_ops.load(dtype="float16")
 
 

@@ -85,7 +85,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(KV_TYPES),
         default=DEFAULT_KV_TYPE,
         metavar="TYPE",
-        help=f"{', '.join(KV_TYPES)} (default {DEFAULT_KV_TYPE})",
+        help=f"default {DEFAULT_KV_TYPE}; "
+        + ", ".join(name for name in KV_TYPES if name != DEFAULT_KV_TYPE),
     )
     group.add_argument(
         "--attention",
