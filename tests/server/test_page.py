@@ -108,7 +108,7 @@ def page(browser: Any, address: str) -> Iterator[Any]:
 
 def opened(context: Any, address: str) -> Any:
     """The page, whose errors fail the test at its end."""
-    context.set_default_timeout(8000)
+    context.set_default_timeout(30_000)  # a busy machine is no defect
     page = context.new_page()
     page.problems = []
     page.on("pageerror", lambda error: page.problems.append(str(error)))
