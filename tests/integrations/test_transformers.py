@@ -110,8 +110,97 @@ def test_a_hybrid_of_transformers_ternary_linears_is_accelerated() -> None:
     ours = accelerate(copy.deepcopy(model))
     assert len(linears(ours)) == 3 * (3 + 3) + (4 + 3)
     assert_same_model(ours, model)
-    with pytest.raises(ValueError, match="got none in Qwen3_5ForCausalLM; bitnet_ops.load takes"):
-        accelerate(hybrids.transformers_model(hybrids.make("plain", layers=4)))
+
+
+def unpacked_qwen3(folder: Path, tied: bool, group: int) -> tuple[Any, int]:
+    """A Qwen3 as packages of unpacked models hold it: float16 of -s, 0 and s; and its matrices."""
+    config = transformers.Qwen3Config(
+        hidden_size=256, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, vocab_size=301, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = transformers.Qwen3ForCausalLM(config).half()
+    g = torch.Generator().manual_seed(3)
+    matrices = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding))]
+    for weight in {id(m.weight): m.weight for m in matrices}.values():
+        rows, columns = weight.shape
+        codes = torch.randint(-1, 2, (rows, columns), generator=g)
+        scales = (0.5 + torch.rand(rows, columns // group, generator=g)) / columns**0.5
+        weight.data = (codes * scales.repeat_interleave(group, 1)).half()
+    model.save_pretrained(folder)
+    return theirs(folder), 2 * 7 + 1
+
+
+@pytest.mark.parametrize("name", ["plain", "plain-tied", "qwen3", "qwen3-tied-64"])
+def test_unpacked_ternary_matrices_are_swapped_and_saved_as_they_were(
+    name: str, tmp_path: Path
+) -> None:
+    """Gates of Gated DeltaNet are no ternary matrices and stay.
+
+    Layers against a float64 product of int8 codes; logits, with 16-bit activations, against those
+    of transformers in float32.
+    """
+    if name.startswith("qwen3"):
+        group = 64 if name.endswith("64") else 128
+        reference, count = unpacked_qwen3(tmp_path / "source", "tied" in name, group)
+    else:
+        made = hybrids.make(name, layers=4)
+        group, count = hybrids.GROUP, len(made.codes) - 1 + made.sizes.tied
+        reference = hybrids.transformers_model(made)
+    ours = accelerate(copy.deepcopy(reference))
+    assert len(linears(ours)) == count
+    assert all(layer.group_size == group for layer in linears(ours).values())
+    before = dict(reference.named_modules())
+    for path, layer in linears(ours).items():
+        dense = before[path].weight.double()
+        assert torch.equal(layer.packed.dequantize().double(), dense), path
+        x = torch.randn(3, layer.in_features)
+        parts = x.double().view(3, -1, group)
+        steps = parts.abs().amax(-1, keepdim=True) / 127
+        rounded = ((parts / steps).round() * steps).view(3, -1)
+        with torch.inference_mode():
+            torch.testing.assert_close(layer(x).double(), rounded @ dense.T, rtol=1e-4, atol=1e-5)
+    for layer in linears(ours).values():
+        layer.set_activation_format("int16_group")
+    ids = some_ids(reference)
+    with torch.inference_mode():
+        a, b = ours(ids).logits, reference(ids).logits
+    assert float((a - b).abs().max()) <= 1e-3 * float(b.abs().max())
+
+    ours.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert "quantization_config" not in config
+    held = reference.state_dict()
+    tied = {"lm_head.weight"} if reference.config.tie_word_embeddings else set()
+    assert saved.keys() == held.keys() - tied
+    for key, tensor in saved.items():
+        assert tensor.dtype == held[key].dtype and torch.equal(tensor, held[key]), key
+
+
+def test_one_weight_beside_a_scale_leaves_a_matrix_floating() -> None:
+    model = hybrids.transformers_model(hybrids.make("plain", layers=4))
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] *= 0.5
+        model.model.layers[1].mlp.up_proj.weight[3, 5] = 0.01
+    ours = accelerate(copy.deepcopy(model))
+    assert type(ours.model.layers[1].mlp.up_proj) is nn.Linear
+    swapped = linears(ours)
+    assert "model.layers.1.mlp.gate_proj" in swapped
+    for layer in swapped.values():
+        layer.set_activation_format("int16_group")
+    assert_same_model(ours, model)
+
+
+def test_a_rotated_hybrid_without_its_rotation_is_named() -> None:
+    """What rotated matrices stand for is not ternary: only their packed files are."""
+    with pytest.raises(ValueError, match=r"of -s, 0 and s, got none in Qwen3_5ForCausalLM; "):
+        accelerate(hybrids.transformers_model(hybrids.make("rotated", layers=4)))
+
+
+def test_a_ternary_head_is_not_rounded_again() -> None:
+    model = hybrids.transformers_model(hybrids.make("plain", layers=4))
+    ours = accelerate(model, head="int8")
+    assert isinstance(ours.lm_head, layers.TernaryLinear)
 
 
 @pytest.mark.parametrize("name", ALL)

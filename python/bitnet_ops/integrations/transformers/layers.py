@@ -16,6 +16,7 @@ from transformers.integrations.bitnet import BitLinear as HFBitLinear
 
 from bitnet_ops import ops
 from bitnet_ops.config.scheme import ScaleRule
+from bitnet_ops.convert.ternary import from_ternary, looks_ternary
 from bitnet_ops.integrations.checkpoint import CheckpointError, logical_codes, stored_scale
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.linear import BitLinear
@@ -25,19 +26,24 @@ from bitnet_ops.nn.packing import pack_hf, pack_ternary
 class TernaryLinear(BitLinear):
     """BitLinear, with the norm of its inputs where the checkpoint has one (`use_rms_norm`).
 
-    `reciprocal`: the scale as its checkpoint stores it, if it divides there.
+    `reciprocal`: the scale as its checkpoint stores it, if it divides there. `unpacked`: the dtype
+    of the floating matrix that it was, which is what is saved again; None for packed ones.
     """
 
     rms_norm: nn.Module | None
     reciprocal: Tensor | None = None
+    unpacked: torch.dtype | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x if self.rms_norm is None else self.rms_norm(x))
 
     def for_checkpoint(self, divides: bool) -> dict[str, Tensor]:
         """Weight, scale and bias as transformers' BitLinear or, if not `divides`, AutoBitLinear
-        stores them: quarters of the outputs side by side.
+        stores them: quarters of the outputs side by side. A matrix that was unpacked is so again.
         """
+        if self.unpacked is not None:
+            saved = {"weight": self.packed.dequantize().to(self.unpacked)}
+            return saved if self.bias is None else {**saved, "bias": self.bias}
         if self.out_features % 4:
             raise ValueError(
                 "TernaryLinear: expected a multiple of 4 outputs, which transformers' packing "
@@ -163,6 +169,24 @@ def ternary_linear(
     layer.register_module("rms_norm", rms_norm)
     if rule is ScaleRule.DIVIDE and weight_scale is not None:
         layer.reciprocal = weight_scale.detach().reshape(1)
+    return layer
+
+
+def unpacked_linear(source: nn.Linear, name: str, weight_format: str) -> TernaryLinear | None:
+    """The layer for a floating matrix that holds -s, 0 and s alone; None for any other values.
+
+    s is one a matrix, a row, or a group of 128 or 64 weights of a row: what packages of unpacked
+    ternary models hold.
+    """
+    weight = source.weight.detach()
+    if not looks_ternary(weight):
+        return None
+    codes, scales, group_size, _ = from_ternary(name, weight)
+    bias = None if source.bias is None else source.bias.detach()
+    layer = TernaryLinear.from_packed(pack_ternary(codes, scales, group_size), bias)
+    layer.repack(weight_format)
+    layer.register_module("rms_norm", None)
+    layer.unpacked = weight.dtype
     return layer
 
 

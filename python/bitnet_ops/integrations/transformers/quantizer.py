@@ -212,12 +212,16 @@ def accelerate(
     and everything else of the model stay. On a CPU; gradients reach activations, not weights.
 
     Args:
-        model: holds transformers' BitLinear or AutoBitLinear modules (`quant_method` "bitnet").
+        model: holds transformers' BitLinear or AutoBitLinear modules (`quant_method` "bitnet"), or
+            nn.Linear modules whose weights are -s, 0 and s, with one s a matrix, a row, or a group
+            of 128 or 64: packages of unpacked models, such as the first generation of
+            Ternary-Bonsai. Others stay floating.
         weight_format: layout of the weights in memory, as `PackedWeight.repack` has them.
         norms: swap the RMSNorms that compute what `ops.rms_norm` does.
         mlp: one op for activation and product in gated MLPs.
-        head: None leaves the output head; "int8" or "int4" quantises it, which changes logits by
-            its rounding. An embedding that is tied to it stays as it is.
+        head: None leaves a floating output head; "int8" or "int4" quantises it, which changes
+            logits by its rounding. An embedding that is tied to it stays as it is. A ternary head
+            is swapped as any other matrix.
     Returns:
         `model` itself.
     Raises:
@@ -232,30 +236,27 @@ def accelerate(
             f"accelerate: expected a loaded transformers model, got a {type(model).__name__}; load "
             "one with AutoModelForCausalLM.from_pretrained, or give the path to bitnet_ops.load"
         )
-    found: list[tuple[str, nn.Module]] = []
-    for name, module in model.named_modules():
-        if layers.rule_of(module) is not None:
-            weight = cast(Tensor, module.weight)
-            if weight.device.type != "cpu":
-                raise ValueError(f"accelerate: expected a model on the CPU, got {weight.device}")
-            found.append((name, module))
-    if not found and any(isinstance(m, layers.TernaryLinear) for m in model.modules()):
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        is_linear = isinstance(module, nn.Linear) or layers.rule_of(module) is not None
+        if is_linear and isinstance(weight, Tensor) and weight.device.type != "cpu":
+            raise ValueError(f"accelerate: expected a model on the CPU, got {weight.device}")
+    packed = [(n, m) for n, m in model.named_modules() if layers.rule_of(m) is not None]
+    if not packed and any(isinstance(m, layers.TernaryLinear) for m in model.modules()):
         raise ValueError(
             "accelerate: expected a model as transformers loads it, got one that has been "
             "accelerated, or loaded with BitnetOpsConfig; load it anew for other options"
         )
-    if not found:
+    if packed and all(cast(Tensor, m.weight).dtype == torch.float32 for _, m in packed):
+        _widen(model)
+    for name, module in packed:
+        _swap(model, name, cast(nn.Module, layers.replacement(module, name, weight_format)))
+    if not packed and not _swap_unpacked(model, weight_format):
         raise ValueError(
             "accelerate: expected a model with BitLinear or AutoBitLinear layers of transformers, "
-            f"got none in {type(model).__name__}; bitnet_ops.load takes checkpoints of other forms"
+            "or with matrices of -s, 0 and s, got none in "
+            f"{type(model).__name__}; bitnet_ops.load takes checkpoints of other forms"
         )
-    if all(cast(Tensor, module.weight).dtype == torch.float32 for _, module in found):
-        _widen(model)
-    for name, module in found:
-        layer = layers.replacement(module, name, weight_format)
-        assert layer is not None
-        layer.train(module.training)
-        model.set_submodule(name, layer)
     config = _config_of(model, weight_format=weight_format, norms=norms, mlp=mlp, head=head)
     _swap_around(model, config)
     if hasattr(model, "config"):  # so that save_pretrained writes what other readers know
@@ -266,8 +267,29 @@ def accelerate(
         model._weight_conversions = [  # type: ignore[assignment]
             c for c in conversions if not _unpacks(c)
         ] or None
-        model.config.quantization_config = config  # type: ignore[union-attr]
+        if packed:  # unpacked matrices are saved as they were
+            model.config.quantization_config = config  # type: ignore[union-attr]
     return model
+
+
+def _swap(model: nn.Module, name: str, layer: nn.Module) -> None:
+    layer.train(model.get_submodule(name).training)
+    model.set_submodule(name, layer)
+
+
+def _swap_unpacked(model: nn.Module, weight_format: str) -> bool:
+    """Every nn.Linear that holds an unpacked ternary matrix, swapped; whether there was one.
+
+    One at a time, so that the memory of a floating matrix is free before the next.
+    """
+    found = False
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear:
+            layer = layers.unpacked_linear(module, name, weight_format)
+            if layer is not None:
+                _swap(model, name, layer)
+                found = True
+    return found
 
 
 def _widen(model: nn.Module) -> None:
@@ -319,6 +341,8 @@ def _swap_around(model: nn.Module, config: BitnetOpsConfig) -> None:
             model.set_submodule(name, swapped.train(module.training))
     if config.head is not None:
         head = cast(Any, model).get_output_embeddings()
+        if isinstance(head, layers.TernaryLinear):
+            return  # 2 bits a weight, and none of them rounded
         if not isinstance(head, nn.Linear):
             raise ValueError(f"bitnet_ops: expected an nn.Linear as head, got {type(head)}")
         cast(Any, model).set_output_embeddings(layers.QuantizedHead(head.weight, config.head))
@@ -327,18 +351,23 @@ def _swap_around(model: nn.Module, config: BitnetOpsConfig) -> None:
 def _saved_state(model: nn.Module, config: BitnetOpsConfig) -> dict[str, Tensor]:
     """state_dict as transformers stores it."""
     state = model.state_dict()
+    tied_head = cast(Any, model).get_output_embeddings() if _is_tied(model) else None
     for name, module in model.named_modules():
+        if not isinstance(module, (layers.TernaryLinear, layers.QuantizedHead)):
+            continue
         prefix = f"{name}."
-        if isinstance(module, layers.TernaryLinear):
+        if module is tied_head:  # the embedding has the weight
+            saved: dict[str, Tensor] = {}
+        elif isinstance(module, layers.TernaryLinear):
             try:
                 saved = module.for_checkpoint(config.divides)
             except ValueError as error:
                 raise ValueError(f"save_pretrained: {name}: {error}") from None
-            state.update({prefix + key: tensor for key, tensor in saved.items()})
-        elif isinstance(module, layers.QuantizedHead):
-            state = {key: tensor for key, tensor in state.items() if not key.startswith(prefix)}
-            if not _is_tied(model):  # else the embedding has the weight
-                state[prefix + "weight"] = module.for_checkpoint()
+        else:
+            saved = {"weight": module.for_checkpoint()}
+        own = {prefix + k for k in module.state_dict() if not k.startswith("rms_norm.")}
+        state = {key: tensor for key, tensor in state.items() if key not in own}
+        state.update({prefix + key: tensor for key, tensor in saved.items()})
     return state
 
 
