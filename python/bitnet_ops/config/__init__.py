@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bitnet_ops.config.attention import AttentionPolicy, read_policies
+from bitnet_ops.config.sparsity import ActivationSparsity
 from bitnet_ops.config.families import (
     BY_MODEL_TYPE,
     ONEBIT,
@@ -65,7 +66,8 @@ class ModelConfig:
     embedding turns, the first ones; 0: all. `rotation`: matrices whose input is turned by a
     Hadamard transform, None: none (config/hybrid.py).
     `policies`: of every layer which positions its tokens read, where whoever loads the model asks
-    for fewer than it was trained with (config/attention.py); empty: nobody does.
+    for fewer than it was trained with (config/attention.py); empty: nobody does. `sparsity`: which
+    inputs of `down` are left out, likewise (config/sparsity.py); None: none.
     `embedding_only`: the model gives hidden states and has no head. `eos_token_ids`: every id that
     ends a text; may be empty. `notes`: remarks for the user.
     """
@@ -101,6 +103,7 @@ class ModelConfig:
     partial_rotary: int = 0
     rotation: Rotation | None = None
     policies: tuple[AttentionPolicy | None, ...] = ()
+    sparsity: ActivationSparsity | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
