@@ -59,6 +59,10 @@ inline constexpr int64_t kTileMaxK = int64_t{1} << 15;  // bound of the sums, ke
 // The base-3 byte of v = 81 * c0 + 27 * c1 + 9 * c2 + 3 * c3 + c4.
 constexpr int base3_byte(int v) { return (256 * v + 242) / 243; }
 
+// Columns: a second copy of a matrix, for products that leave zeros out.
+inline constexpr int64_t kColumnRows = 256, kColumnBytes = 64;
+constexpr int64_t column_panels(int64_t n) { return (n + kColumnRows - 1) / kColumnRows; }
+
 // ---- every layout of ternary weights ------------------------------------------------------------
 
 enum class WeightFormat : int32_t { kCanonical = 0, kTwoBit = 1, kBase3 = 2 };

@@ -110,6 +110,18 @@ struct GroupJob {
   bool shared_ports = false;  // as in TileJob
 };
 
+// One token x columns.
+struct ColumnJob {
+  const uint8_t* columns;
+  int64_t k;
+  int64_t panels;
+  const int32_t* at;
+  const int8_t* x;
+  int64_t count;
+  int32_t x_sum;
+  int32_t* out;
+};
+
 // What becomes of a block of sums.
 enum class StoreKind : int32_t {
   kSums,   // stored as they are, int32; the scales are not used
@@ -281,6 +293,8 @@ struct KernelTable {
   // i].
   void (*add_group)(const int32_t* sums, int64_t sums_stride, int64_t rows, int64_t tokens,
                     const float* w_scale, const float* x_scale, float* out, int64_t out_stride);
+  void (*column_product)(const ColumnJob& job);
+  int64_t (*list_nonzero)(const int8_t* q, int64_t n, int32_t* at, int8_t* x);
   // Sum of n int8 values; n <= 2^24 keeps it inside int32.
   int32_t (*sum_i8)(const int8_t* x, int64_t n);
   // q[i] = clamp(round_half_even(x[i] * s), -128, 127) with s = 127 * (1 / max(absmax, 1e-5));
@@ -458,6 +472,7 @@ struct KernelTable {
 #define BITNET_KERNELS(lanes)                                                                     \
   .ternary_gemm = ternary_gemm, .tile_lanes = lanes, .tile_gemm = tile_gemm,                      \
   .tile_product = tile_product, .group_gemm = group_gemm, .add_group = add_group,                 \
+  .column_product = column_product, .list_nonzero = list_nonzero, \
   .sum_i8 = sum_i8, .quantize_row = quantize_row, .store_block = store_block,                     \
   .product_blocking = product_blocking, .load_row = load_row, .store_row = store_row,             \
   .round_row = round_row, .store_cache_row = store_cache_row, .rms_norm_row = rms_norm_row,       \
