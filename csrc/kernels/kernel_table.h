@@ -110,16 +110,18 @@ struct GroupJob {
   bool shared_ports = false;  // as in TileJob
 };
 
-// One token x columns.
+// A product of panels of columns (format/layout.h) with the codes of one token that are not 0.
 struct ColumnJob {
-  const uint8_t* columns;
-  int64_t k;
+  const uint8_t* columns;  // the first panel; the others follow
+  int64_t k;               // columns of a panel, at most layout::kTileMaxK
   int64_t panels;
+  // The list, as list_nonzero makes it: `count` columns and their codes, and up to a multiple of 4
+  // others with code 0.
   const int32_t* at;
   const int8_t* x;
   int64_t count;
-  int32_t x_sum;
-  int32_t* out;
+  int32_t x_sum;  // of the codes
+  int32_t* out;   // [panels, layout::kColumnRows]
 };
 
 // What becomes of a block of sums.
@@ -293,7 +295,11 @@ struct KernelTable {
   // i].
   void (*add_group)(const int32_t* sums, int64_t sums_stride, int64_t rows, int64_t tokens,
                     const float* w_scale, const float* x_scale, float* out, int64_t out_stride);
+  // out = the exact sums of the listed codes times their columns; those past N mean nothing.
   void (*column_product)(const ColumnJob& job);
+  // Lists those of q[n] that are not 0, ascending: where they are, and what; then zeros, up to a
+  // multiple of 4.  Returns how many are not 0.  at and x have room for n + 64; what follows the
+  // list there may be overwritten.
   int64_t (*list_nonzero)(const int8_t* q, int64_t n, int32_t* at, int8_t* x);
   // Sum of n int8 values; n <= 2^24 keeps it inside int32.
   int32_t (*sum_i8)(const int8_t* x, int64_t n);
@@ -472,7 +478,7 @@ struct KernelTable {
 #define BITNET_KERNELS(lanes)                                                                     \
   .ternary_gemm = ternary_gemm, .tile_lanes = lanes, .tile_gemm = tile_gemm,                      \
   .tile_product = tile_product, .group_gemm = group_gemm, .add_group = add_group,                 \
-  .column_product = column_product, .list_nonzero = list_nonzero, \
+  .column_product = column_product, .list_nonzero = list_nonzero,                                 \
   .sum_i8 = sum_i8, .quantize_row = quantize_row, .store_block = store_block,                     \
   .product_blocking = product_blocking, .load_row = load_row, .store_row = store_row,             \
   .round_row = round_row, .store_cache_row = store_cache_row, .rms_norm_row = rms_norm_row,       \

@@ -106,6 +106,8 @@ ActivationSparsity Binding::sparsity(Linear& linear) {
   if (linear.signs.block != 0)
     keys.fail("sparsity", "absent, for the input of " + linear.name + " is turned", "it");
   if (!s.skips) return s;
+  if (linear.k > layout::kTileMaxK)
+    keys.fail("sparsity", "absent, for " + linear.name + " has more than 32768 inputs", "it");
   linear.columns = source.columns(linear.name, linear.rows, linear.k);
   linear.most_listed = s.always ? linear.k : -1;
   needs.list = true;
