@@ -126,6 +126,8 @@ def load(
     check_weight_format(weight_format)
     check_head_format(head_format)
     check_activation_format(activation_format)
+    if activation_sparsity is not None:
+        read_sparsity(activation_sparsity)
     for what, given in (("a model", path), ("cache", cache), ("prefix_dir", prefix_dir)):
         if given is not None:
             check_path(f"load: expected {what}", given)
@@ -135,8 +137,6 @@ def load(
     check_megabytes("load: expected prefix_dir_mb", prefix_dir_mb)
     adapters = _read_adapters(lora)
     found = resolve(DEMO_DIR if path is None else path, convert=convert, cache=cache)
-    if activation_sparsity is not None:
-        read_sparsity(activation_sparsity)
     form = *dtypes, weight_format, head_format, activation_format, attention, activation_sparsity
     memory = {
         "kv_cache_mb": kv_cache_mb,

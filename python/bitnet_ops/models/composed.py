@@ -133,7 +133,8 @@ def delta_net(c: Composed, line: Line, number: int, x: Tensor) -> Tensor:
 def kept_inputs(line: Line, x: Tensor) -> Tensor:
     """x F [..., K] with 0 where the activation sparsity of the block `mlp` drops its code.
 
-    The largest code of a token stays, and with it the scale of the others.
+    The largest code of a token stays, and with it the scale of the others. Values that become code
+    0 in any case stay, too: so does a row that is not finite.
     """
     keys = line.keys
     if not keys.keys() & {"threshold", "top_k", "max_ratio"}:
@@ -141,7 +142,7 @@ def kept_inputs(line: Line, x: Tensor) -> Tensor:
     size = ops.quantize_activations(x)[0].int().abs()
     if "threshold" in keys:
         cut = torch.ceil(127 * torch.tensor(line.number("threshold"), dtype=torch.float32))
-        return x.masked_fill(size < cut, 0)
+        return x.masked_fill((size > 0) & (size < cut), 0)
     k = x.shape[-1]
     count = torch.zeros(*x.shape[:-1], 129, dtype=torch.int64)
     count.scatter_add_(-1, size.long(), torch.ones_like(size, dtype=torch.int64))
@@ -163,7 +164,7 @@ def kept_inputs(line: Line, x: Tensor) -> Tensor:
     stays = (left <= most) | (torch.arange(129) >= largest)
     stays[..., 0] = False
     cut = stays.int().argmax(-1, keepdim=True)
-    return x.masked_fill(size < cut, 0)
+    return x.masked_fill((size > 0) & (size < cut), 0)
 
 
 def mlp(c: Composed, line: Line, x: Tensor) -> Tensor:
