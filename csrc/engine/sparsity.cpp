@@ -82,7 +82,8 @@ void ActivationSparsity::drop(const QuantizedTokens& x, int64_t m) const {
     double ratio = static_cast<double>(min_ratio);
     if (max_ratio > min_ratio)
       ratio += static_cast<double>(max_ratio - min_ratio) * spread(counts, x.k);
-    cut = cut_that_leaves(counts, static_cast<int64_t>(std::ceil(ratio * static_cast<double>(x.k))));
+    cut =
+        cut_that_leaves(counts, static_cast<int64_t>(std::ceil(ratio * static_cast<double>(x.k))));
   }
   int32_t sum = 0;
   for_codes(x, m, [&](int8_t* codes, int64_t n) {

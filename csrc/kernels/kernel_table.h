@@ -478,10 +478,10 @@ struct KernelTable {
 #define BITNET_KERNELS(lanes)                                                                     \
   .ternary_gemm = ternary_gemm, .tile_lanes = lanes, .tile_gemm = tile_gemm,                      \
   .tile_product = tile_product, .group_gemm = group_gemm, .add_group = add_group,                 \
-  .column_product = column_product, .list_nonzero = list_nonzero,                                 \
-  .sum_i8 = sum_i8, .quantize_row = quantize_row, .store_block = store_block,                     \
-  .product_blocking = product_blocking, .load_row = load_row, .store_row = store_row,             \
-  .round_row = round_row, .store_cache_row = store_cache_row, .rms_norm_row = rms_norm_row,       \
+  .column_product = column_product, .list_nonzero = list_nonzero, .sum_i8 = sum_i8,               \
+  .quantize_row = quantize_row, .store_block = store_block, .product_blocking = product_blocking, \
+  .load_row = load_row, .store_row = store_row, .round_row = round_row,                           \
+  .store_cache_row = store_cache_row, .rms_norm_row = rms_norm_row,                               \
   .norm_quantize_row = norm_quantize_row, .add_row = add_row, .relu2_mul_row = relu2_mul_row,     \
   .silu_mul_row = silu_mul_row, .gelu_mul_row = gelu_mul_row, .sigmoid_mul_row = sigmoid_mul_row, \
   .hadamard_row = hadamard_row, .rope_head = rope_head, .attend_chunk = attend_chunk,             \

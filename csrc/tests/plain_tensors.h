@@ -65,8 +65,8 @@ class PlainTensors final : public engine::TensorSource {
     for (int64_t i = 0; i < rows * k; ++i) {
       const int64_t row = i / k, shift = row % layout::kColumnRows / layout::kColumnBytes * 2;
       const int64_t line = row / layout::kColumnRows * k + i % k;
-      uint8_t& byte = lines[static_cast<size_t>(line * layout::kColumnBytes +
-                                                row % layout::kColumnBytes)];
+      uint8_t& byte =
+          lines[static_cast<size_t>(line * layout::kColumnBytes + row % layout::kColumnBytes)];
       const int code = codes[static_cast<size_t>(i)] + 1;
       byte = static_cast<uint8_t>((byte & ~(3 << shift)) | code << shift);
     }

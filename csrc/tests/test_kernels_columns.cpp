@@ -1,6 +1,6 @@
-// Products of one token with the columns of its codes that are not 0, on every kernel table, against
-// plain int64 sums over all codes; every buffer against a guard page. Columns are written here from
-// the words of FORMAT.md.
+// Products of one token with the columns of its codes that are not 0, on every kernel table,
+// against plain int64 sums over all codes; every buffer against a guard page. Columns are written
+// here from the words of docs/reference/layouts.md.
 #include <algorithm>
 #include <functional>
 #include <vector>
@@ -39,7 +39,8 @@ struct ColumnTest {
 
   // Panels from `first` on of w [n, k], and the token q.
   void run(const KernelTable& table, const std::vector<int8_t>& w,
-           const std::vector<uint8_t>& packed, const std::vector<int8_t>& q, int64_t n, int64_t first) {
+           const std::vector<uint8_t>& packed, const std::vector<int8_t>& q, int64_t n,
+           int64_t first) {
     const auto k = static_cast<int64_t>(q.size());
     const Placement place = kPlacements[tally.cases % kPlacementCount];
     const int8_t* token = x.place_copy(q.data(), k, place);
@@ -62,8 +63,7 @@ struct ColumnTest {
     const int64_t panels = (n + kRows - 1) / kRows - first, bytes = k * kLine;
     const uint8_t* lines = columns.place_copy(packed.data() + first * bytes, panels * bytes, place);
     int32_t* out = sums.place<int32_t>(panels * kRows, place);
-    table.column_product(
-        {lines, k, panels, list, listed, count, static_cast<int32_t>(sum), out});
+    table.column_product({lines, k, panels, list, listed, count, static_cast<int32_t>(sum), out});
     CHECK(sums.intact(), "wrote outside of out");
     int64_t wrong = 0;
     for (int64_t row = first * kRows; row < n; ++row) {

@@ -342,7 +342,8 @@ TEST(wrong_programs_are_rejected_by_line_and_key) {
       {with("activation=relu2", "activation=relu2 sparsity=on"),
        "key sparsity of line 5 (mlp) auto or exact, got on"},
       {with("activation=relu2", "activation=relu2 top_k=0"), "key top_k of line 5 (mlp) above 0"},
-      {with("activation=relu2", "activation=relu2 threshold=2"), "of line 5 (mlp) above 0 and at m"},
+      {with("activation=relu2", "activation=relu2 threshold=2"),
+       "of line 5 (mlp) above 0 and at m"},
       {with("activation=relu2", "activation=relu2 threshold=0.1 top_k=0.5"),
        "key threshold of line 5 (mlp) without ratios, got both"},
       {with("activation=relu2", "activation=relu2 min_ratio=0.6 max_ratio=0.5"),
@@ -468,7 +469,8 @@ void zeros_are_left_out(const KernelTable& table, const Sizes& dense, const char
 TEST(zeros_are_left_out) {
   begin_threads();
   for (const KernelTable* table : tables_under_test()) {
-    for (const char* drops : {"", " threshold=0.1", " top_k=0.05", " min_ratio=0.1 max_ratio=0.4"}) {
+    for (const char* drops :
+         {"", " threshold=0.1", " top_k=0.05", " min_ratio=0.1 max_ratio=0.4"}) {
       zeros_are_left_out(*table, {}, drops);
       zeros_are_left_out(*table, kWide, drops);
     }

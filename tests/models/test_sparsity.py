@@ -22,6 +22,7 @@ from bitnet_ops.models.composed import kept_inputs
 from bitnet_ops.models.listing import Line
 from bitnet_ops.nn.columns import columns_of
 from bitnet_ops.nn.kv_cache import KVCache
+from bitnet_ops.nn.linear import BitLinear
 from bitnet_ops.nn.packing import pack_ternary
 from bitnet_ops.nn.storage import FORMATS
 from isa_control import every_configuration
@@ -78,11 +79,6 @@ def test_equals_the_composed_ops_on_every_isa_and_thread_count(
 def test_every_family_batch_and_chunk(name: str, policy: str) -> None:
     """A token's result is that of its sequence alone, decoded token by token."""
     model = tiny_model(SMALL[name])
-    grouped = any(getattr(m, "group_size", 0) for m in model.modules())
-    if grouped or model.config.rotation is not None:
-        with pytest.raises(ActivationSparsityError, match=r"got .* in model.layers.0.mlp.down_pro"):
-            model.set_activation_sparsity(policy)
-        return
     ids = random_ids(3, 3, 8)
     dense = logits_of(model, ids)
     model.set_activation_sparsity(policy)
@@ -137,6 +133,20 @@ def test_a_token_of_zeros_and_one_that_is_not_finite() -> None:
             model.set_activation_sparsity(policy)
             ours, theirs = logits_of(model, ids), logits_of(model, ids, fused=False)
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_matrices_that_columns_do_not_know_are_named() -> None:
+    model = tiny_model(SMALL["bitnet-offline"])
+    mlp: Any = model.model.layers[1].get_submodule("mlp")
+    k, n = mlp.down_proj.in_features, mlp.down_proj.out_features
+    mlp.down_proj = BitLinear(k, n, group_size=128)
+    with pytest.raises(ActivationSparsityError, match=r"scales of groups in model\.layers\.1\.mlp"):
+        model.set_activation_sparsity("auto")
+    mlp.down_proj = BitLinear(k, n)
+    mlp.down_proj.rotate(torch.ones(k // 128, 128))
+    with pytest.raises(ActivationSparsityError, match=r"a rotated input in model\.layers\.1\.mlp"):
+        model.set_activation_sparsity("top_k:0.5")
+    assert model.config.sparsity is None
 
 
 def test_weights_that_change_in_place_are_seen() -> None:

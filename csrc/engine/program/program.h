@@ -101,10 +101,10 @@ struct Linear {
   std::string name;
   int64_t rows, k;
   Weight weight;
-  Projection scaled;             // but for its weight and where its results go
-  const float* norm;             // [k], of its own input; null: none
-  Signs signs;                   // of its own input, behind the norm
-  std::vector<LoraWeight> lora;  // of every adapter; rank 0: none here
+  Projection scaled;                 // but for its weight and where its results go
+  const float* norm;                 // [k], of its own input; null: none
+  Signs signs;                       // of its own input, behind the norm
+  std::vector<LoraWeight> lora;      // of every adapter; rank 0: none here
   const uint8_t* columns = nullptr;  // null: none
   int64_t most_listed = -1;          // codes with which they are read; -1: to be measured
 

@@ -292,13 +292,13 @@ BITNET_OVERRIDES(kStepBlocks, kFlushSteps, kGemvRows, kGemvStreams, kTileRows, k
                  load_x_tail, kDotInTwoSteps, dot, widen, reduce, prefetch, prefetch_l2,
                  sum_i8_vector, LineXor, xor_line, reduce_lines, kTileLanes, kTileAccs, kPanelAccs,
                  kRowPanelFrom, kRowPanelFlush, TileStep, TileCodes, TileX, TileAcc, TileSum,
-                 load_step, store_step, broadcast_x, zip_lines, list_step, tile_dot, load_sum, store_sum, set1_sum,
-                 add_sum, sub_sum, TileFloats, floats_of, load_floats, store_floats, set1_floats,
-                 mul_floats, fma_floats, times_256, kCacheStep, CacheKeys, CacheQuery, CacheDot,
-                 cache_keys, cache_query, cache_dot, reduce_dots, kCacheAccs, CacheValues,
-                 CacheWeights, CacheSum, cache_values, cache_weights, cache_sum, store_cache_sums,
-                 kQuadTiles, kQuadHalves, kQuadOffset, QuadWords, QuadFactor, QuadSums, quad_words,
-                 quad_factor, quad_add, store_quads)
+                 load_step, store_step, broadcast_x, zip_lines, list_step, tile_dot, load_sum,
+                 store_sum, set1_sum, add_sum, sub_sum, TileFloats, floats_of, load_floats,
+                 store_floats, set1_floats, mul_floats, fma_floats, times_256, kCacheStep,
+                 CacheKeys, CacheQuery, CacheDot, cache_keys, cache_query, cache_dot, reduce_dots,
+                 kCacheAccs, CacheValues, CacheWeights, CacheSum, cache_values, cache_weights,
+                 cache_sum, store_cache_sums, kQuadTiles, kQuadHalves, kQuadOffset, QuadWords,
+                 QuadFactor, QuadSums, quad_words, quad_factor, quad_add, store_quads)
 #if !defined(BITNET_EMULATE)
 BITNET_OVERRIDES(pin, renew)
 #endif

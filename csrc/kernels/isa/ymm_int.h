@@ -353,15 +353,14 @@ inline __m256i high_codes(__m256i raw) { return low_codes(_mm256_srli_epi16(raw,
 BITNET_OVERRIDES(kStepBlocks, kGemvRows, kTileRows, kTileTokens, Raw, Codes, Activations, Acc,
                  load_raw, load_raw_tail, codes, load_x, load_x_tail, reduce, prefetch, prefetch_l2,
                  kTileLanes, kFewRegisters, kTileAccs, kPanelAccs, TileStep, TileCodes, TileX,
-                 TileAcc, TileSum, load_step, store_step, broadcast_x, zip_lines,
-                 kColumnHalves, list_step, load_sum, store_sum,
-                 set1_sum, add_sum, sub_sum, TileFloats, floats_of, load_floats, store_floats,
-                 set1_floats, mul_floats, fma_floats, times_256, sum_i8_vector, LineXor, xor_line,
-                 reduce_lines, kCacheStep, CacheKeys, CacheQuery, CacheDot, cache_keys, cache_query,
-                 cache_dot, reduce_dots, kCacheAccs, CacheValues, CacheWeights, CacheSum,
-                 cache_values, cache_weights, cache_sum, store_cache_sums, QuadWords, QuadSums,
-                 QuadFactor, quad_words, quad_factor, quad_add, store_quads, store_i16, head_bf16_x,
-                 head_bf16_weights, head_bf16_ordered)
+                 TileAcc, TileSum, load_step, store_step, broadcast_x, zip_lines, kColumnHalves,
+                 list_step, load_sum, store_sum, set1_sum, add_sum, sub_sum, TileFloats, floats_of,
+                 load_floats, store_floats, set1_floats, mul_floats, fma_floats, times_256,
+                 sum_i8_vector, LineXor, xor_line, reduce_lines, kCacheStep, CacheKeys, CacheQuery,
+                 CacheDot, cache_keys, cache_query, cache_dot, reduce_dots, kCacheAccs, CacheValues,
+                 CacheWeights, CacheSum, cache_values, cache_weights, cache_sum, store_cache_sums,
+                 QuadWords, QuadSums, QuadFactor, quad_words, quad_factor, quad_add, store_quads,
+                 store_i16, head_bf16_x, head_bf16_weights, head_bf16_ordered)
 #if !defined(BITNET_EMULATE)
 BITNET_OVERRIDES(pin, renew)
 #endif

@@ -8,7 +8,8 @@ constexpr int64_t kColumnLine = layout::kColumnBytes;
 constexpr int kColumnPieces = static_cast<int>(kColumnLine / kStepBytes);  // registers of a line
 constexpr int kColumnSteps = 4;      // that four registers, one of each line, become
 constexpr int64_t kColumnGroup = 4;  // lines of a step
-static_assert(kColumnLine % kStepBytes == 0 && TwoBit::kFields * kColumnLine == layout::kColumnRows);
+static_assert(kColumnLine % kStepBytes == 0 &&
+              TwoBit::kFields * kColumnLine == layout::kColumnRows);
 
 // Lines that are asked for ahead. 64 to 256 were equal within 5 % on Zen 4.
 constexpr int64_t kColumnsAhead = 128;

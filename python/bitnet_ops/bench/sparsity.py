@@ -52,12 +52,12 @@ class Models:
     """One model under each of POLICIES, over the same tensors."""
 
     def __init__(self, name: str) -> None:
-        self._dense = dummy.decoder(name, torch.bfloat16, head_format="int8")
-        config = self._dense.config
+        config = dummy.config(name)
         if not config.sub_norms:
             raise BitNetError(
                 f"bench sparsity: expected a model with a norm before down_proj, got {name}"
             )
+        self._dense = dummy.decoder(name, torch.bfloat16, head_format="int8")
         self._dense.config = dataclasses.replace(config, hidden_act="silu")
         self._norms = [
             layer.get_submodule("mlp.ffn_sub_norm").get_buffer("weight")
@@ -149,7 +149,10 @@ def plot(found: Report, file: Path) -> None:
             x = [row["zeros"] for row in rows]
             axes.plot(x, [row["times_dense"]["median"] for row in rows], "o-", label=policy)
         axes.axhline(1, color="grey", linewidth=0.8)
-        axes.set(xlabel="codes of down's input that are 0", title=f"{count} threads")
+        axes.set(
+            xlabel="codes of down's input that are 0",
+            title=f"{count} thread{'s' if count > 1 else ''}",
+        )
         axes.grid(alpha=0.3)
     fields[0].set_ylabel("speed of a decode step, dense = 1")
     fields[0].legend(frameon=False, fontsize=8)

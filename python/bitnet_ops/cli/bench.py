@@ -28,11 +28,11 @@ from bitnet_ops.dummy.configs import CONFIGS
 
 if TYPE_CHECKING:
     from bitnet_ops.bench.attention import AttentionSettings
-    from bitnet_ops.bench.sparsity import SparsitySettings
     from bitnet_ops.bench.engine import EngineSettings
     from bitnet_ops.bench.ops import OpsSettings
     from bitnet_ops.bench.run_model import ModelSettings
     from bitnet_ops.bench.serve import ServeSettings
+    from bitnet_ops.bench.sparsity import SparsitySettings
 
 # The usual values of an option: of a whole run, and of --quick.
 _M = ("1,2,4,8,16,32,64,128,512,2048", "1,4,32")

@@ -95,10 +95,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="attend to fewer positions: window:256,sinks=4 (default: all)",
     )
     group.add_argument(
-        "--activation-sparsity",
+        "--sparsity",
+        dest="activation_sparsity",
         metavar="POLICY",
         type=non_empty,
-        help="leave zeros out: auto, exact; top_k:0.5 (default: none)",
+        help="leave zeros of MLPs out: auto, exact, top_k:0.1 (default: none)",
     )
     group.add_argument(
         "--kv-cache-mb",
@@ -152,12 +153,13 @@ def add_sampling_arguments(
     add(
         "-n",
         "--max-new-tokens",
-        "--max-tokens",
         type=integer(0),
         default=max_new_tokens,
         metavar="N",
         help=f"default {max_new_tokens}",
     )
+    add("--max-tokens", dest="max_new_tokens", type=integer(0), default=argparse.SUPPRESS,
+        help=argparse.SUPPRESS)  # fmt: skip
     at_least_0 = number("at least 0", lambda v: v >= 0)
     share = number("above 0 and at most 1", lambda v: 0 < v <= 1)
     floor = number("from 0 to 1", lambda v: 0 <= v <= 1)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bitnet_ops.config.attention import AttentionPolicy, read_policies
-from bitnet_ops.config.sparsity import ActivationSparsity
 from bitnet_ops.config.families import (
     BY_MODEL_TYPE,
     ONEBIT,
@@ -33,6 +32,7 @@ from bitnet_ops.config.scalings import KEYS as SCALING_KEYS
 from bitnet_ops.config.scalings import WINDOW_KEYS, read_scalings, read_windows
 from bitnet_ops.config.scalings import Scalings as Scalings
 from bitnet_ops.config.scheme import KNOWN_KEYS, SchemeError, quantization_options
+from bitnet_ops.config.sparsity import ActivationSparsity
 from bitnet_ops.config.values import (
     MOST_HEAD_DIM,
     MOST_LAYERS,

@@ -22,7 +22,7 @@ import torch
 from bitnet_ops import machine
 from bitnet_ops.arguments import check_flag, check_integer, check_megabytes, is_number, shown
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.generate.request import ShareRead, Request, without
+from bitnet_ops.generate.request import Request, ShareRead, without
 from bitnet_ops.generate.speculation import StepCosts, propose
 from bitnet_ops.generate.states import Checkpoint, StateSlots, stops_of
 from bitnet_ops.nn.blocks import BlockAllocator, PoolFullError

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from bitnet_ops import ops
 from bitnet_ops.memory.arena import Arena
 from bitnet_ops.nn.packing import PackedWeight
 
