@@ -3,8 +3,8 @@
     python -m benchmarks.sparsity_quality tests/data/demo-model/val.txt [--json]
 
 Whole contexts of 1,024 tokens. zeros: share of the codes of down_proj's input that are 0; cosine:
-of what down_proj gives with what it gives for all codes, of the same input, the mean over layers and
-tokens; loss: nats a token behind the first half of a context, the policy in every layer.
+of what down_proj gives with what it gives for all codes, of the same input, the mean over layers
+and tokens; loss: nats a token behind the first half of a context, the policy in every layer.
 """
 
 from __future__ import annotations

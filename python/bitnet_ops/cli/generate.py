@@ -153,13 +153,12 @@ def add_sampling_arguments(
     add(
         "-n",
         "--max-new-tokens",
+        "--max-tokens",
         type=integer(0),
         default=max_new_tokens,
         metavar="N",
         help=f"default {max_new_tokens}",
     )
-    add("--max-tokens", dest="max_new_tokens", type=integer(0), default=argparse.SUPPRESS,
-        help=argparse.SUPPRESS)  # fmt: skip
     at_least_0 = number("at least 0", lambda v: v >= 0)
     share = number("above 0 and at most 1", lambda v: 0 < v <= 1)
     floor = number("from 0 to 1", lambda v: 0 <= v <= 1)
