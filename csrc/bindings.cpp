@@ -168,6 +168,9 @@ PYBIND11_MODULE(_runtime, m) {
   m.def(
       "attention_pages", [] { return bitnet::page_counts(); },
       "(read, all) pages of each sequence of this thread's last step under attention policies.");
+  m.def(
+      "activation_zeros", [] { return bitnet::zero_counts(); },
+      "(skipped, all) inputs of products with `sparsity` in this thread's last step.");
   m.def("region_count", &bitnet::region_count, "Parallel regions opened by ops so far.");
   m.def("mark_forked", &bitnet::mark_forked,
         "In the child of a fork: ops run on one thread if the parent had used a region; returns "

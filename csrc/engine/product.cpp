@@ -254,11 +254,21 @@ SumsJob Product::job_of(const Projection& p, int64_t block, int64_t blocks, int6
 
 EpilogueJob Product::epilogue_of(const Projection& p, const SumsJob& job, int64_t token) const {
   const int64_t row = job.block_begin * p.weight->block_rows;
+  EpilogueJob out = epilogue_at(p, row, token);
+  out.sums = job.out;
+  out.sums_stride = job.out_stride;
+  out.rows = std::min(job.out_stride, p.weight->n_rows - row);
+  out.tokens = job.tokens;
+  return out;
+}
+
+// From `row` on; which sums, and how many, the caller adds.
+EpilogueJob Product::epilogue_at(const Projection& p, int64_t row, int64_t token) const {
   EpilogueJob out{
-      .sums = job.out,
-      .sums_stride = job.out_stride,
-      .rows = std::min(job.out_stride, p.weight->n_rows - row),
-      .tokens = job.tokens,
+      .sums = nullptr,
+      .sums_stride = 0,
+      .rows = 0,
+      .tokens = 1,
       .w_scale = p.scale + p.scale_step * row,
       .w_scale_step = p.scale_step,
       .x_scale = x_.scales + token,
@@ -271,6 +281,31 @@ EpilogueJob Product::epilogue_of(const Projection& p, const SumsJob& job, int64_
   const int64_t column = row * (p.out.kind == StoreKind::kStore ? element_size(p.out.type) : 4);
   out.out = offset_bytes(p.out.data, token * p.out.stride_bytes + column);
   return out;
+}
+
+// Panels are more rows than row blocks, so of several units one has the work.
+void Product::run_columns(const ColumnsRead& read, int64_t begin, int64_t end) const {
+  constexpr int64_t kRows = layout::kColumnRows, kAtOnce = 16;
+  const Projection& p = projections_[0];
+  const int64_t panels = layout::column_panels(p.weight->n_rows), all = units();
+  const int64_t last = ceil_div(end * panels, all);
+  alignas(64) int32_t sums[kAtOnce * kRows];
+  for (int64_t panel = ceil_div(begin * panels, all); panel < last; panel += kAtOnce) {
+    const int64_t count = std::min(kAtOnce, last - panel), row = panel * kRows;
+    table_.column_product({.columns = read.columns + panel * x_.k * layout::kColumnBytes,
+                           .k = x_.k,
+                           .panels = count,
+                           .at = read.at,
+                           .x = read.codes,
+                           .count = read.count,
+                           .x_sum = x_.sums[0],
+                           .out = sums});
+    EpilogueJob out = epilogue_at(p, row, 0);
+    out.sums = sums;
+    out.sums_stride = count * kRows;
+    out.rows = std::min(count * kRows, p.weight->n_rows - row);
+    table_.store_block(out);
+  }
 }
 
 void Product::multiply_grouped(const Projection& p, const SumsJob& job, int64_t token) const {

@@ -64,6 +64,14 @@ struct PartSums {
   int32_t* done = nullptr;  // [cells], finished parts; all 0 before and after a stage
 };
 
+// The matrix of a projection as columns (format/layout.h), and which codes of a token are not 0.
+struct ColumnsRead {
+  const uint8_t* columns;
+  int64_t count;
+  const int32_t* at;    // [count rounded up to 4]
+  const int8_t* codes;  // likewise
+};
+
 // All projections of the same tokens as one stage of a plan (runtime/staged_executor.h). A unit is
 // one part of K of one cell. The thread that finishes the last part of a cell adds the parts; they
 // are integers, so the order does not matter.
@@ -76,6 +84,8 @@ class Product {
 
   ClaimRule claim() const;
   void run(int64_t begin, int64_t end) const;
+  // The same of one projection and one token by its columns: the panels whose turn those units are.
+  void run_columns(const ColumnsRead& read, int64_t begin, int64_t end) const;
   // The weights of a unit.
   const void* weights_of(int64_t unit) const;
 
@@ -97,6 +107,7 @@ class Product {
   void multiply_part(const Projection& p, int64_t block, int64_t cell, int64_t part) const;
   void multiply_grouped(const Projection& p, const SumsJob& job, int64_t token) const;
   EpilogueJob epilogue_of(const Projection& p, const SumsJob& job, int64_t token) const;
+  EpilogueJob epilogue_at(const Projection& p, int64_t row, int64_t token) const;
   void store_values(const Output& out, float* y, int64_t n, int64_t token, int64_t row) const;
 
   const KernelTable& table_;

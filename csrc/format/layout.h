@@ -59,6 +59,13 @@ inline constexpr int64_t kTileMaxK = int64_t{1} << 15;  // bound of the sums, ke
 // The base-3 byte of v = 81 * c0 + 27 * c1 + 9 * c2 + 3 * c3 + c4.
 constexpr int base3_byte(int v) { return (256 * v + 242) / 243; }
 
+// Columns, a second copy of a matrix in memory, for products that leave zeros of a token out.  A
+// panel is 256 rows, a sequence of K lines of 64 bytes, one for each k.  Byte r of a line holds the
+// codes of rows r, 64 + r, 128 + r and 192 + r of the panel, from the low bits up.  N is padded to
+// whole panels with code 1 (weight 0).  Not a layout of PackedWeight.
+inline constexpr int64_t kColumnRows = 256, kColumnBytes = 64;
+constexpr int64_t column_panels(int64_t n) { return (n + kColumnRows - 1) / kColumnRows; }
+
 // ---- every layout of ternary weights ------------------------------------------------------------
 
 enum class WeightFormat : int32_t { kCanonical = 0, kTwoBit = 1, kBase3 = 2 };

@@ -31,6 +31,7 @@ namespace {
 #include "kernels/ternary/canonical_matrix.inl"
 #include "kernels/ternary/gemm.inl"
 #include "kernels/ternary/group_gemm.inl"
+#include "kernels/ternary/columns.inl"
 #include "kernels/attention/chunk.inl"
 #include "kernels/attention/softmax.inl"
 #include "kernels/attention/float_rows.inl"

@@ -110,6 +110,20 @@ struct GroupJob {
   bool shared_ports = false;  // as in TileJob
 };
 
+// A product of panels of columns (format/layout.h) with the codes of one token that are not 0.
+struct ColumnJob {
+  const uint8_t* columns;  // the first panel; the others follow
+  int64_t k;               // columns of a panel, at most layout::kTileMaxK
+  int64_t panels;
+  // The list, as list_nonzero makes it: `count` columns and their codes, and up to a multiple of 4
+  // others with code 0.
+  const int32_t* at;
+  const int8_t* x;
+  int64_t count;
+  int32_t x_sum;  // of the codes
+  int32_t* out;   // [panels, layout::kColumnRows]
+};
+
 // What becomes of a block of sums.
 enum class StoreKind : int32_t {
   kSums,   // stored as they are, int32; the scales are not used
@@ -281,6 +295,12 @@ struct KernelTable {
   // i].
   void (*add_group)(const int32_t* sums, int64_t sums_stride, int64_t rows, int64_t tokens,
                     const float* w_scale, const float* x_scale, float* out, int64_t out_stride);
+  // out = the exact sums of the listed codes times their columns; those past N mean nothing.
+  void (*column_product)(const ColumnJob& job);
+  // Lists those of q[n] that are not 0, ascending: where they are, and what; then zeros, up to a
+  // multiple of 4.  Returns how many are not 0.  at and x have room for n + 64; what follows the
+  // list there may be overwritten.
+  int64_t (*list_nonzero)(const int8_t* q, int64_t n, int32_t* at, int8_t* x);
   // Sum of n int8 values; n <= 2^24 keeps it inside int32.
   int32_t (*sum_i8)(const int8_t* x, int64_t n);
   // q[i] = clamp(round_half_even(x[i] * s), -128, 127) with s = 127 * (1 / max(absmax, 1e-5));
@@ -458,9 +478,10 @@ struct KernelTable {
 #define BITNET_KERNELS(lanes)                                                                     \
   .ternary_gemm = ternary_gemm, .tile_lanes = lanes, .tile_gemm = tile_gemm,                      \
   .tile_product = tile_product, .group_gemm = group_gemm, .add_group = add_group,                 \
-  .sum_i8 = sum_i8, .quantize_row = quantize_row, .store_block = store_block,                     \
-  .product_blocking = product_blocking, .load_row = load_row, .store_row = store_row,             \
-  .round_row = round_row, .store_cache_row = store_cache_row, .rms_norm_row = rms_norm_row,       \
+  .column_product = column_product, .list_nonzero = list_nonzero, .sum_i8 = sum_i8,               \
+  .quantize_row = quantize_row, .store_block = store_block, .product_blocking = product_blocking, \
+  .load_row = load_row, .store_row = store_row, .round_row = round_row,                           \
+  .store_cache_row = store_cache_row, .rms_norm_row = rms_norm_row,                               \
   .norm_quantize_row = norm_quantize_row, .add_row = add_row, .relu2_mul_row = relu2_mul_row,     \
   .silu_mul_row = silu_mul_row, .gelu_mul_row = gelu_mul_row, .sigmoid_mul_row = sigmoid_mul_row, \
   .hadamard_row = hadamard_row, .rope_head = rope_head, .attend_chunk = attend_chunk,             \

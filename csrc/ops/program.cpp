@@ -68,6 +68,15 @@ class NamedTensors final : public engine::TensorSource {
     return {data<float>(t), block};
   }
 
+  const uint8_t* columns(const std::string& name, int64_t rows, int64_t k) override {
+    const std::string columns_name = name + ".columns";
+    const Tensor& t = get(columns_name);
+    check_.dtype(t, columns_name.c_str(), ScalarType::Byte);
+    check_.shape(t, columns_name.c_str(), {layout::column_panels(rows), k, layout::kColumnBytes});
+    check_.contiguous(t, columns_name.c_str());
+    return data<uint8_t>(t);
+  }
+
   const float* matrix(const std::string& name, int64_t rows, int64_t n) override {
     const Tensor& t = get(name);
     check_.dtype(t, name.c_str(), ScalarType::Float);

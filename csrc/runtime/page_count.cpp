@@ -8,4 +8,9 @@ std::vector<std::pair<int64_t, int64_t>>& page_counts() {
   return counts;
 }
 
+std::pair<int64_t, int64_t>& zero_counts() {
+  thread_local std::pair<int64_t, int64_t> counts;
+  return counts;
+}
+
 }  // namespace bitnet

@@ -34,7 +34,8 @@ class PlainTensors final : public engine::TensorSource {
   // A projection is made when a program asks for it.
   engine::Weight linear(const std::string& name, int64_t rows, int64_t k,
                         engine::Projection& scaled) override {
-    std::vector<int8_t> codes(static_cast<size_t>(rows * k));
+    std::vector<int8_t>& codes = codes_[name];
+    codes.resize(static_cast<size_t>(rows * k));
     for (int8_t& code : codes) code = static_cast<int8_t>(random_.next() % 3) - 1;
     std::vector<uint8_t> canonical(static_cast<size_t>(rows * layout::row_bytes_for(k)));
     engine::pack(codes.data(), rows, k, canonical.data());
@@ -55,6 +56,21 @@ class PlainTensors final : public engine::TensorSource {
     if (values.empty()) values = some(k, 0.0f);
     for (float& value : values) value = value < 0 ? -1.0f : 1.0f;
     return {values.data(), found->second};
+  }
+  // Of a projection that a program has asked for.
+  const uint8_t* columns(const std::string& name, int64_t rows, int64_t k) override {
+    const std::vector<int8_t>& codes = codes_[name];
+    std::vector<uint8_t>& lines = columns_[name];
+    lines.assign(static_cast<size_t>(layout::column_panels(rows) * k * layout::kColumnBytes), 0x55);
+    for (int64_t i = 0; i < rows * k; ++i) {
+      const int64_t row = i / k, shift = row % layout::kColumnRows / layout::kColumnBytes * 2;
+      const int64_t line = row / layout::kColumnRows * k + i % k;
+      uint8_t& byte =
+          lines[static_cast<size_t>(line * layout::kColumnBytes + row % layout::kColumnBytes)];
+      const int code = codes[static_cast<size_t>(i)] + 1;
+      byte = static_cast<uint8_t>((byte & ~(3 << shift)) | code << shift);
+    }
+    return lines.data();
   }
   // The input of `name` is turned in blocks of that size.
   void rotate(const std::string& name, int64_t block) { blocks_[name] = block; }
@@ -94,7 +110,8 @@ class PlainTensors final : public engine::TensorSource {
   const KernelTable& table_;
   Random random_;
   std::map<std::string, std::vector<float>> floats_;
-  std::map<std::string, std::vector<uint8_t>> weights_;
+  std::map<std::string, std::vector<uint8_t>> weights_, columns_;
+  std::map<std::string, std::vector<int8_t>> codes_;
   std::map<std::string, int64_t> blocks_;
 };
 

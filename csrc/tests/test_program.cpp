@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "engine/program/plan.h"
+#include "runtime/page_count.h"
 #include "tests/check.h"
 #include "tests/plain_tensors.h"
 #include "tests/tables.h"
@@ -26,9 +27,10 @@ size_t at(int64_t i) { return static_cast<size_t>(i); }
 
 struct Sizes {
   int64_t hidden = 192, heads = 6, kv_heads = 2, dim = 32, width = 456;
+  const char* mlp = "";  // more keys
 };
 // The shape at which products are cut for many threads, with few rows and many columns.
-constexpr Sizes kWide{256, 8, 2, 32, 1056};
+constexpr Sizes kWide{256, 8, 2, 32, 1056, ""};
 
 // extras: adapters, norms inside and behind projections, two ropes, a window, an output gate, and a
 // block delta_net, behind which only some rows go on.
@@ -46,7 +48,7 @@ std::string program_text(const Sizes& s, bool extras) {
          << " rope=" << rope << " scale=0.177 sub_norm=" << l << "attn_sub";
     if (extras) text << " post_norm=" << l << "post_o q_norm=" << l << "qn k_norm=" << l << "kn";
     text << "\nmlp norm=" << l << "post gate=" << l << "gate up=" << l << "up down=" << l
-         << "down width=" << s.width << " activation=relu2 sub_norm=" << l << "ffn_sub";
+         << "down width=" << s.width << " activation=relu2 sub_norm=" << l << "ffn_sub" << s.mlp;
     if (extras) text << " post_norm=" << l << "post_down";
     text << "\n";
   }
@@ -337,6 +339,15 @@ TEST(wrong_programs_are_rejected_by_line_and_key) {
       {with("q=L0.q", "q=L0.k"), "with a projection of its own, got L0.k again"},
       {with("activation=relu2", "activation=gelu"), "relu2, silu or gelu_pytorch_tanh, got gelu"},
       {with("activation=relu2", "activation=relu2 activation_format=int2"), "or int16_group"},
+      {with("activation=relu2", "activation=relu2 sparsity=on"),
+       "key sparsity of line 5 (mlp) auto or exact, got on"},
+      {with("activation=relu2", "activation=relu2 top_k=0"), "key top_k of line 5 (mlp) above 0"},
+      {with("activation=relu2", "activation=relu2 threshold=2"),
+       "of line 5 (mlp) above 0 and at m"},
+      {with("activation=relu2", "activation=relu2 threshold=0.1 top_k=0.5"),
+       "key threshold of line 5 (mlp) without ratios, got both"},
+      {with("activation=relu2", "activation=relu2 min_ratio=0.6 max_ratio=0.5"),
+       "key min_ratio of line 5 (mlp) at most max_ratio"},
       {with("width=456", "width=0"), "key width of line 5 (mlp) from 1 to 4194304, got 0"},
       {with("mlp norm=L0", "moe norm=L0"),
        "one of model, rope, lora, attention, delta_net, mlp, head, got m"},
@@ -421,6 +432,47 @@ TEST(same_on_every_number_of_threads) {
       same_on_every_number_of_threads(*table, 4, 4, extras);
       same_on_every_number_of_threads(*table, kLongPrompt, 2, extras);
       same_on_every_number_of_threads(*table, kShortPrompt, 1, extras);
+    }
+  }
+}
+
+// One token, of which some codes are 0: their columns are not read. And what drops more gives the
+// same on every number of threads, whether columns are read or not.
+void zeros_are_left_out(const KernelTable& table, const Sizes& dense, const char* drops) {
+  const std::string exact = std::string(" sparsity=exact") + drops;
+  Sizes sizes = dense;
+  StepState state;
+  pool_threads = 1;
+  sizes.mlp = drops;
+  const std::vector<float> expected =
+      Model(scalar_table(), 0, 0, kCapacity, false, sizes).step(state, next_id());
+  for (const char* keys : {exact.c_str(), drops}) {
+    sizes.mlp = keys;
+    Model model(table, 0, 0, kCapacity, false, sizes);
+    for (const int64_t threads : {1, 2, 3, 7}) {
+      if (threads < kFewestThreads) continue;
+      begin_case("%s, width %d,%s, %d threads", table.name, static_cast<int>(sizes.width), keys,
+                 static_cast<int>(threads));
+      pool_threads = threads;
+      const int64_t id = next_id();
+      for (int again = 0; again < 2; ++again) {
+        CHECK(equal(model.step(state, id), expected), "other logits");
+        const auto [skipped, inputs] = zero_counts();
+        CHECK(keys == drops ? inputs == 0 : inputs > 0 && skipped > 0 && skipped < inputs,
+              "%d of %d left out", static_cast<int>(skipped), static_cast<int>(inputs));
+      }
+    }
+  }
+  pool_threads = 1;
+}
+
+TEST(zeros_are_left_out) {
+  begin_threads();
+  for (const KernelTable* table : tables_under_test()) {
+    for (const char* drops :
+         {"", " threshold=0.1", " top_k=0.05", " min_ratio=0.1 max_ratio=0.4"}) {
+      zeros_are_left_out(*table, {}, drops);
+      zeros_are_left_out(*table, kWide, drops);
     }
   }
 }

@@ -74,6 +74,12 @@ def attention_pages() -> list[tuple[int, int]]:
     Of all its tokens, layers and KV heads under policies; empty where no layer had one.
     """
 
+def activation_zeros() -> tuple[int, int]:
+    """Of this thread's last step: inputs whose columns were not read because they are 0, of all.
+
+    Of products of one token in blocks with `sparsity`; (0, 0) where there were none.
+    """
+
 def region_count() -> int:
     """Parallel regions opened by ops since the library was loaded."""
 

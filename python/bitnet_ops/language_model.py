@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bitnet_ops.arguments import check_flag, check_kind, check_megabytes, check_path, shown
 from bitnet_ops.config import ModelConfig
+from bitnet_ops.config.sparsity import read_sparsity
 from bitnet_ops.formats import sglbitnt
 from bitnet_ops.generate.chat import RunIds, check_options_kind, whole_answer, without_oldest_turn
 from bitnet_ops.generate.engine import Engine, Limits, Run, check_adapter, token_ids
@@ -64,6 +65,7 @@ def load(
     head_format: str = DEFAULT_HEAD_FORMAT,
     activation_format: str = "auto",
     attention: str | None = None,
+    activation_sparsity: str | None = None,
     cache: str | os.PathLike[str] | None = None,
     convert: bool = True,
     lora: _Folder | Mapping[str, _Folder] | None = None,
@@ -98,6 +100,10 @@ def load(
         attention: which of the earlier positions tokens attend to, such as "window:256,sinks=4":
             less to read, and another result (config/attention.py; docs/guide/attention.md). None:
             all that the model was trained with.
+        activation_sparsity: leave out inputs of MLPs' last projections that are 0 while one token
+            decodes: "auto" where it pays, "exact" always; results are the same. "threshold:0.02",
+            "top_k:0.5" and "adaptive:min_ratio=0.3,max_ratio=0.7" make small ones 0, and results
+            other ones (config/sparsity.py; docs/guide/activation-sparsity.md). None: multiply all.
         cache: the directory in which conversions are kept; None is what BITNET_OPS_CACHE names, or
             bitnet_ops in the user's cache directory. Files there are safe to delete.
         convert: convert what is no converted model, once, into the cache directory. False rejects
@@ -111,14 +117,17 @@ def load(
             too, and the most MiB of it; see Engine.
     Returns the LanguageModel.
     Raises LoadError, loading.resolve.HubError, convert.ConvertError, config.UnsupportedModelError,
-    config.attention.AttentionPolicyError, formats.sglbitnt.SglbitntError, models.TensorError,
-    lora.LoraError or tokenizer.TokenizerError: one line that names what is wrong.
+    config.attention.AttentionPolicyError, config.sparsity.ActivationSparsityError,
+    formats.sglbitnt.SglbitntError, models.TensorError, lora.LoraError or tokenizer.TokenizerError:
+    one line that names what is wrong.
     """
     # Before a model of gigabytes is read, not at its first token.
     dtypes = dtype_of(dtype, "load"), kv_dtype_of(kv_dtype, "load: expected kv_dtype")
     check_weight_format(weight_format)
     check_head_format(head_format)
     check_activation_format(activation_format)
+    if activation_sparsity is not None:
+        read_sparsity(activation_sparsity)
     for what, given in (("a model", path), ("cache", cache), ("prefix_dir", prefix_dir)):
         if given is not None:
             check_path(f"load: expected {what}", given)
@@ -128,7 +137,7 @@ def load(
     check_megabytes("load: expected prefix_dir_mb", prefix_dir_mb)
     adapters = _read_adapters(lora)
     found = resolve(DEMO_DIR if path is None else path, convert=convert, cache=cache)
-    form = *dtypes, weight_format, head_format, activation_format, attention
+    form = *dtypes, weight_format, head_format, activation_format, attention, activation_sparsity
     memory = {
         "kv_cache_mb": kv_cache_mb,
         "prefix_dir": prefix_dir,
@@ -151,11 +160,13 @@ def _open(
     head_format: str,
     activation_format: str,
     attention: str | None,
+    activation_sparsity: str | None,
     adapters: Mapping[str | None, Adapter],
     memory: Mapping[str, Any],
 ) -> LanguageModel:
     model = load_model(file, dtype, weight_format, head_format, attention)
     model.set_activation_format(activation_format)
+    model.set_activation_sparsity(activation_sparsity)
     for name, adapter in adapters.items():
         model.add_adapter(adapter, name)
     folder = file.parent

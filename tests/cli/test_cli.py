@@ -119,6 +119,7 @@ def test_generate_json(threads: str) -> None:
         "threads": int(threads),
         "kv_dtype": "bfloat16",
         "attention": None,
+        "activation_sparsity": None,
         "weight_format": "2bit",
         "head_format": "int8",
     }

@@ -103,7 +103,7 @@ USAGE: list[tuple[str, str]] = [
     ("bench model --dumy tiny", "did you mean --dummy?"),
     ("bench modl", "did you mean model?"),
     ("inspect a --difff b", "did you mean --diff?"),
-    ("bench", "expected ops|model|attention|engine|serve, got none"),
+    ("bench", "expected ops|model|attention|sparsity|engine|serve, got none"),
     ("vllm", "expected MODEL, got none"),
     ("vllm --port 1 m", "got --port; vLLM's options stand behind MODEL"),
     ("sglang m --max-total-tokens 1", "SGLang's options stand behind --;"),

@@ -160,6 +160,7 @@ LISTS = ["1"], [[1]]
 TAKES: dict[str, Callable[[Any], bool]] = {
     "Engine.abort.id": integer(0),
     "activation_format": among("auto"),
+    "activation_sparsity": either(nothing, among("auto")),
     "attention": nothing,
     "adapter": nothing,
     "Engine.add.constraint": nothing,

@@ -6,6 +6,8 @@
 //   sub_norm               norm before down
 //   post_norm              norm of what is added to the residual
 //   activation_format      what projections with scales of groups multiply by
+//   sparsity, threshold, top_k, min_ratio, max_ratio
+//                          of the input of down: engine/sparsity.h
 #include <algorithm>
 
 #include "engine/blocks/blocks.h"
@@ -27,6 +29,7 @@ class MlpBlock final : public Block {
   Linear gate_, up_, down_;
   GatedRow activation_;
   ActivationFormat format_, down_format_;
+  ActivationSparsity sparsity_;
 };
 
 MlpBlock::MlpBlock(Binding& b) {
@@ -44,6 +47,7 @@ MlpBlock::MlpBlock(Binding& b) {
   post_norm_ = b.optional_norm("post_norm", s.hidden, s.eps);
   format_ = b.input_of({&gate_, &up_});
   down_format_ = b.input_of({&down_});
+  sparsity_ = b.sparsity(down_);
 }
 
 // activation(gate) * up of a token, rounded, with the norm before down.
@@ -97,7 +101,7 @@ void MlpBlock::append(PlanBuilder& plan) const {
                   {{&gate_, gate}, {&up_, up}});
   const auto* activated = plan.make<Activated>(step, activation_, width_, sub_norm_, gate, up);
   append_added(plan, {"norm down", "down", "expand down"}, "post down", activated, down_format_,
-               down_, post_norm_);
+               down_, post_norm_, &sparsity_);
 }
 
 }  // namespace

@@ -45,6 +45,11 @@ StageInput take_input(BumpAllocator& memory, const Step& s, bool with_tokens) {
     input.side_rows[i] =
         memory.take<float>(with_tokens ? s.adapters.with_adapter() * needs.input : 0);
   }
+  if (needs.list && tokens == 1) {
+    const int64_t room = needs.input + CodeList::kRoom;
+    input.list = {memory.take<int32_t>(room), memory.take<int8_t>(room), memory.take<int64_t>(1)};
+    input.zeros = memory.take<ZeroCount>(1);
+  }
   const int64_t head_tokens = with_tokens ? s.batch.logit_count : 0;
   const HeadView& head = s.program->head();
   if (char* piece = memory.take<char>(head_input_bytes(head, head_tokens)); piece != nullptr)
@@ -271,6 +276,9 @@ void prepare_step(StepState& state, const Program& program, int64_t program_id, 
   s.attention.prepare(s.attention_shared);
   std::fill_n(s.parts.done, state.cells, 0);
   state.plan.update_units();
+  for (int64_t p = 0; p < s.partitions; ++p) {
+    if (s.own[p].zeros != nullptr) *s.own[p].zeros = {};
+  }
   if (!state.unfilled) return;
   for (int64_t token = 0; token < batch.tokens; ++token) s.fill_token(token);
   for (int64_t j = 0; program.last_mixer() < 0 && j < batch.logit_count; ++j) s.keep_row(j);
@@ -311,6 +319,13 @@ void run_step(StepState& state, const Program& program, int64_t program_id, cons
   Workspace passing;  // for a long prompt at once: not worth keeping
   prepare_step(state, program, program_id, batch, 0, passing);
   state.executor.run(state.step.partitions, state.plan);
+  zero_counts() = {};
+  for (int64_t p = 0; p < state.step.partitions; ++p) {
+    if (const ZeroCount* zeros = state.step.own[p].zeros; zeros != nullptr) {
+      zero_counts().first += zeros->skipped;
+      zero_counts().second += zeros->inputs;
+    }
+  }
   page_counts().clear();
   for (size_t kind = 0; kind < program.attention_kinds().size(); ++kind) {
     state.step.attention.at(static_cast<int64_t>(kind))

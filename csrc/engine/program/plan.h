@@ -44,6 +44,11 @@ struct Batch {
   float* out = nullptr;                    // [logit_count, Program::out_features()]
 };
 
+// Inputs of products that may leave some out, and how many they left out.
+struct ZeroCount {
+  int64_t skipped = 0, inputs = 0;
+};
+
 // Normalised and quantised tokens, of one thread or of all.
 struct StageInput {
   static constexpr int64_t kMost = 3;  // different inputs of a stage
@@ -52,6 +57,8 @@ struct StageInput {
   // Room for tokens of the longest row; each stage sets how many there are and their k.
   QuantizedTokens x[kMost];
   float* side_rows[kMost];  // of tokens with an adapter, by place: what has been quantised
+  CodeList list;            // of the one token of a step
+  ZeroCount* zeros;         // of the thread, in this step
   HeadInput head;           // what the output head multiplies by
   float* attention;         // [AttentionPlans::thread_floats()], a thread's own
 };

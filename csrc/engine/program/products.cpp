@@ -19,12 +19,14 @@ void normalise_row(const KernelTable& table, const NormJob& job) {
 class Products final : public StageWork {
  public:
   Products(PlanBuilder& plan, const RowSource* source, ActivationFormat format,
-           std::initializer_list<Target> targets, bool residual);
+           std::initializer_list<Target> targets, bool residual,
+           const ActivationSparsity* sparsity = nullptr);
 
   void prepare(int64_t slot) const override {
     if (step_.splits_norms) return;
     const StageInput& own = step_.own[slot];
     for (int64_t j = 0; j < rows_.count; ++j) enter(j, own.row, own);
+    if (lists_) list_codes(own);
   }
   void run(int64_t begin, int64_t end, int64_t slot) const override;
   const void* weights_of(int64_t unit) const override;
@@ -46,6 +48,10 @@ class Products final : public StageWork {
     float* inner;     // [tokens with an adapter, most_rank]
     float* residual;  // what LoRA adds its outputs to; null: they stay in `out`
   };
+  void list_codes(const StageInput& own) const;
+  bool reads_columns(const StageInput& from) const {
+    return lists_ && *from.list.count <= parts_[0].linear->most_listed;
+  }
   QuantizedTokens tokens_of(const StageInput& from, int input) const;
   void enter_input(int64_t j, const NormJob& job, int i, const StageInput& to) const;
   // Calls f with each product over the tokens of `from`: one of all projections, or one of each
@@ -62,7 +68,9 @@ class Products final : public StageWork {
   const RowSource* source_;
   ActivationFormat format_;
   int count_ = 0;
+  const ActivationSparsity* sparsity_;
   bool own_norms_, grouped_, any_side_ = false;
+  bool lists_ = false;  // whether the codes of the one token that are not 0 are listed
   Part parts_[StageInput::kMost];
   Projection projections_[StageInput::kMost];
   ProductCut cut_;
@@ -91,11 +99,13 @@ ProductCut cut_of(const PlanBuilder& plan, std::initializer_list<Target> targets
 }
 
 Products::Products(PlanBuilder& plan, const RowSource* source, ActivationFormat format,
-                   std::initializer_list<Target> targets, bool residual)
+                   std::initializer_list<Target> targets, bool residual,
+                   const ActivationSparsity* sparsity)
     : step_(plan.step()),
       rows_(plan.rows()),
       source_(source),
       format_(format),
+      sparsity_(sparsity),
       own_norms_(targets.begin()->linear->norm != nullptr),
       grouped_(targets.begin()->linear->scaled.grouped()) {
   const DType type = plan.settings().type;
@@ -112,6 +122,8 @@ Products::Products(PlanBuilder& plan, const RowSource* source, ActivationFormat 
                       side && residual ? rows_.residual : nullptr};
     projections_[count_++] = linear.into(out);
   }
+  // threads that share tokens have no list of their own
+  lists_ = step_.batch.tokens == 1 && rows_.count == 1 && parts_[0].linear->columns != nullptr;
   cut_ = cut_of(plan, targets, own_norms_, grouped_);
   plan.need_parts(cut_);
 }
@@ -159,8 +171,10 @@ void Products::enter_input(int64_t j, const NormJob& job, int i, const StageInpu
   const Signs& signs = parts_[i].linear->signs;
   const bool at_once =
       x.format == ActivationFormat::kInt8 && x.groups == nullptr && signs.block == 0;
+  const bool drops = sparsity_ != nullptr && sparsity_->drops();
   if (at_once) {
     x.quantize_normed(table, job, j);
+    if (drops) sparsity_->drop(x, j);
   } else {
     normalise_row(table, job);
   }
@@ -172,6 +186,13 @@ void Products::enter_input(int64_t j, const NormJob& job, int i, const StageInpu
   if (at_once) return;
   signs.turn(table, job.type, job.n, job.y);  // LoRA's factors read the row as it was
   x.quantize(table, job.y, j);
+}
+
+void Products::list_codes(const StageInput& own) const {
+  const QuantizedTokens x = tokens_of(own, 0);
+  *own.list.count = step_.table->list_nonzero(x.token(0), x.k, own.list.at, own.list.codes);
+  own.zeros->inputs += x.k;
+  if (reads_columns(own)) own.zeros->skipped += x.k - *own.list.count;
 }
 
 LoraProjection Products::side(const Part& part, const StageInput& from) const {
@@ -240,7 +261,11 @@ void Products::run(int64_t begin, int64_t end, int64_t slot) const {
            });
   });
   for_each_product(from, [&](const Product& p) {
-    within(begin, end, p.units(), offset, [&](int64_t first, int64_t last) { p.run(first, last); });
+    within(begin, end, p.units(), offset, [&](int64_t first, int64_t last) {
+      if (!reads_columns(from)) return p.run(first, last);
+      const Linear& linear = *parts_[0].linear;
+      p.run_columns({linear.columns, *from.list.count, from.list.at, from.list.codes}, first, last);
+    });
   });
 }
 
@@ -343,14 +368,14 @@ void append_products(PlanBuilder& plan, const StageNames& names, const RowSource
 
 void append_added(PlanBuilder& plan, const StageNames& names, const char* post_name,
                   const RowSource* source, ActivationFormat format, const Linear& linear,
-                  const Norm& post) {
+                  const Norm& post, const ActivationSparsity* sparsity) {
   const bool normed = post.weight != nullptr;
   const int64_t count = plan.rows().count;
   void* y =
       normed || has_side(plan.step(), linear) ? plan.activations(count * linear.rows) : nullptr;
   append(plan, names,
          plan.make<Products>(plan, source, format, std::initializer_list<Target>{{&linear, y}},
-                             !normed));
+                             !normed, sparsity));
   if (normed)
     plan.add({post_name, plan.make<AddNormed>(plan.step(), plan.rows(), y, post), count, {1, 64}});
 }

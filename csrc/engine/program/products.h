@@ -52,9 +52,10 @@ void append_products(PlanBuilder& plan, const StageNames& names, const RowSource
                      ActivationFormat format, std::initializer_list<Target> targets);
 
 // One projection whose results, normalised if `post` has a weight, are added to the residual.
+// sparsity: of its input; null: none.
 void append_added(PlanBuilder& plan, const StageNames& names, const char* post_name,
                   const RowSource* source, ActivationFormat format, const Linear& linear,
-                  const Norm& post);
+                  const Norm& post, const ActivationSparsity* sparsity = nullptr);
 
 // Values [from, from + n) of a buffer of `type` as float32.
 inline void load_values(const KernelTable& table, DType type, const void* buffer, int64_t from,

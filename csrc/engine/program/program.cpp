@@ -98,6 +98,22 @@ ActivationFormat Binding::input_of(std::initializer_list<const Linear*> linears)
   return format;
 }
 
+ActivationSparsity Binding::sparsity(Linear& linear) {
+  const ActivationSparsity s = read_sparsity(keys);
+  if (!s.skips && !s.drops()) return s;
+  if (linear.scaled.grouped())
+    keys.fail("sparsity", "absent, for " + linear.name + " has scales of groups", "it");
+  if (linear.signs.block != 0)
+    keys.fail("sparsity", "absent, for the input of " + linear.name + " is turned", "it");
+  if (!s.skips) return s;
+  if (linear.k > layout::kTileMaxK)
+    keys.fail("sparsity", "absent, for " + linear.name + " has more than 32768 inputs", "it");
+  linear.columns = source.columns(linear.name, linear.rows, linear.k);
+  linear.most_listed = s.always ? linear.k : -1;
+  needs.list = true;
+  return s;
+}
+
 void Binding::finish() {
   const std::string format = keys.word("activation_format", "int8");
   if (!grouped_ && format != "int8")
@@ -134,6 +150,7 @@ Program::Program(std::string_view text, TensorSource& source, const KernelTable&
   for (size_t i = 0; i < blocks_.size(); ++i) {
     if (blocks_[i]->mixes_tokens()) last_mixer_ = static_cast<int64_t>(i);
   }
+  tune_columns(table, linears_);
 }
 
 void Program::read_settings(Keys& keys) {

@@ -23,6 +23,7 @@
 #include "engine/lora.h"
 #include "engine/product.h"
 #include "engine/program/listing.h"
+#include "engine/sparsity.h"
 
 namespace bitnet::engine {
 
@@ -59,6 +60,8 @@ class TensorSource {
   // The signs of NAME's rotated input of k features, NAME.signs float32 [k / block, block]; none
   // where there is no such tensor.
   virtual Signs signs(const std::string& name, int64_t k) = 0;
+  // NAME.columns, the matrix NAME as columns (format/layout.h).
+  virtual const uint8_t* columns(const std::string& name, int64_t rows, int64_t k) = 0;
   // float32 [rows, n]
   virtual const float* matrix(const std::string& name, int64_t rows, int64_t n) = 0;
   // float32 [n]
@@ -98,10 +101,12 @@ struct Linear {
   std::string name;
   int64_t rows, k;
   Weight weight;
-  Projection scaled;             // but for its weight and where its results go
-  const float* norm;             // [k], of its own input; null: none
-  Signs signs;                   // of its own input, behind the norm
-  std::vector<LoraWeight> lora;  // of every adapter; rank 0: none here
+  Projection scaled;                 // but for its weight and where its results go
+  const float* norm;                 // [k], of its own input; null: none
+  Signs signs;                       // of its own input, behind the norm
+  std::vector<LoraWeight> lora;      // of every adapter; rank 0: none here
+  const uint8_t* columns = nullptr;  // null: none
+  int64_t most_listed = -1;          // codes with which they are read; -1: to be measured
 
   // The projection into `out`; `Linear` stays where it is.
   Projection into(const Output& out) const {
@@ -120,6 +125,7 @@ struct Needs {
   int64_t inputs = 1;  // different inputs of one stage
   int64_t planes = 1;  // of int8 codes, a token
   bool group_sums = false, group_scales = false;
+  bool list = false;  // of the codes of a token that are not 0
 };
 
 class Block {
@@ -148,6 +154,8 @@ class Binding {
   // Projections of one input: with scales of groups of one size all, or none. Notes what their
   // input needs.
   ActivationFormat input_of(std::initializer_list<const Linear*> linears);
+  // What the line says of zeros in the input of a projection, which may get its columns.
+  ActivationSparsity sparsity(Linear& linear);
   // Rejects a setting of the line that nothing in it follows.
   void finish();
 

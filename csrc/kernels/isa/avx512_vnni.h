@@ -133,6 +133,28 @@ inline TileX broadcast_x(const int8_t* p) {
   __builtin_memcpy(&four, p, 4);
   return _mm512_set1_epi32(four);
 }
+template <int H>
+inline void zip_lines(TileStep a, TileStep b, TileStep c, TileStep d, TileStep (&to)[2]) {
+  const __m512i ab = H == 0 ? _mm512_unpacklo_epi8(a, b) : _mm512_unpackhi_epi8(a, b);
+  const __m512i cd = H == 0 ? _mm512_unpacklo_epi8(c, d) : _mm512_unpackhi_epi8(c, d);
+  to[0] = _mm512_unpacklo_epi16(ab, cd);
+  to[1] = _mm512_unpackhi_epi16(ab, cd);
+}
+inline int64_t list_step(const int8_t* q, int32_t first, int32_t* at, int8_t* x) {
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  int64_t count = 0;
+  for (int i = 0; i < 64; i += 16) {
+    const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(q + i));
+    const __m512i v = _mm512_cvtepi8_epi32(codes);
+    const __mmask16 some = _mm512_test_epi32_mask(v, v);
+    const __m512i numbers = _mm512_add_epi32(lanes, _mm512_set1_epi32(first + i));
+    _mm512_storeu_si512(at + count, _mm512_maskz_compress_epi32(some, numbers));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(x + count),
+                     _mm512_cvtepi32_epi8(_mm512_maskz_compress_epi32(some, v)));
+    count += count_bits(some);
+  }
+  return count;
+}
 inline TileAcc tile_dot(TileAcc p, TileCodes c, TileX x) { return add_dot(p, c, x); }
 inline TileSum load_sum(const int32_t* p) { return _mm512_loadu_si512(p); }
 inline void store_sum(int32_t* p, TileSum s) { _mm512_storeu_si512(p, s); }
@@ -270,13 +292,13 @@ BITNET_OVERRIDES(kStepBlocks, kFlushSteps, kGemvRows, kGemvStreams, kTileRows, k
                  load_x_tail, kDotInTwoSteps, dot, widen, reduce, prefetch, prefetch_l2,
                  sum_i8_vector, LineXor, xor_line, reduce_lines, kTileLanes, kTileAccs, kPanelAccs,
                  kRowPanelFrom, kRowPanelFlush, TileStep, TileCodes, TileX, TileAcc, TileSum,
-                 load_step, store_step, broadcast_x, tile_dot, load_sum, store_sum, set1_sum,
-                 add_sum, sub_sum, TileFloats, floats_of, load_floats, store_floats, set1_floats,
-                 mul_floats, fma_floats, times_256, kCacheStep, CacheKeys, CacheQuery, CacheDot,
-                 cache_keys, cache_query, cache_dot, reduce_dots, kCacheAccs, CacheValues,
-                 CacheWeights, CacheSum, cache_values, cache_weights, cache_sum, store_cache_sums,
-                 kQuadTiles, kQuadHalves, kQuadOffset, QuadWords, QuadFactor, QuadSums, quad_words,
-                 quad_factor, quad_add, store_quads)
+                 load_step, store_step, broadcast_x, zip_lines, list_step, tile_dot, load_sum,
+                 store_sum, set1_sum, add_sum, sub_sum, TileFloats, floats_of, load_floats,
+                 store_floats, set1_floats, mul_floats, fma_floats, times_256, kCacheStep,
+                 CacheKeys, CacheQuery, CacheDot, cache_keys, cache_query, cache_dot, reduce_dots,
+                 kCacheAccs, CacheValues, CacheWeights, CacheSum, cache_values, cache_weights,
+                 cache_sum, store_cache_sums, kQuadTiles, kQuadHalves, kQuadOffset, QuadWords,
+                 QuadFactor, QuadSums, quad_words, quad_factor, quad_add, store_quads)
 #if !defined(BITNET_EMULATE)
 BITNET_OVERRIDES(pin, renew)
 #endif

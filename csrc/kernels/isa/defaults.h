@@ -276,6 +276,33 @@ inline void store_step(uint8_t* p, const TileCodes& c) {
   for (int i = 0; i < 32; ++i) p[i] = c.byte[i];
 }
 inline TileX broadcast_x(const int8_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
+// Half H of the four steps that registers of four lines become: lane l of step s has bytes
+// 16 (l / 4) + 4 s + l % 4 of a, b, c and d (ternary/columns.inl).
+template <int H>
+inline void zip_lines(const TileStep& a, const TileStep& b, const TileStep& c, const TileStep& d,
+                      TileStep (&to)[2]) {
+  for (int s = 0; s < 2; ++s) {
+    for (int l = 0; l < 8; ++l) {
+      const int i = 16 * (l / 4) + 4 * (2 * H + s) + l % 4;
+      to[s].byte[4 * l] = a.byte[i];
+      to[s].byte[4 * l + 1] = b.byte[i];
+      to[s].byte[4 * l + 2] = c.byte[i];
+      to[s].byte[4 * l + 3] = d.byte[i];
+    }
+  }
+}
+constexpr int kColumnHalves = 2;  // that one pass over the lines takes
+// Of 64 codes q those that are not 0, and their numbers from `first` on; returns how many. at and x
+// have room for 64.
+inline int64_t list_step(const int8_t* q, int32_t first, int32_t* at, int8_t* x) {
+  int64_t count = 0;
+  for (int32_t i = 0; i < 64; ++i) {
+    at[count] = first + i;
+    x[count] = q[i];
+    count += q[i] != 0;
+  }
+  return count;
+}
 inline TileSum set1_sum(int32_t x) { return {{x, x, x, x, x, x, x, x}}; }
 inline TileAcc tile_dot(TileAcc p, const TileCodes& c, const TileX& a) {
   for (int i = 0; i < 32; ++i) p.lane[i / 4] += int32_t{c.byte[i]} * a.x[i % 4];

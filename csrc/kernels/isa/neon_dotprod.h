@@ -92,6 +92,13 @@ inline TileX broadcast_x(const int8_t* p) {
   __builtin_memcpy(&four, p, 4);
   return vreinterpretq_s8_s32(vdupq_n_s32(four));
 }
+template <int H>
+inline void zip_lines(TileStep a, TileStep b, TileStep c, TileStep d, TileStep (&to)[2]) {
+  const uint16x8_t ab = vreinterpretq_u16_u8(H == 0 ? vzip1q_u8(a, b) : vzip2q_u8(a, b));
+  const uint16x8_t cd = vreinterpretq_u16_u8(H == 0 ? vzip1q_u8(c, d) : vzip2q_u8(c, d));
+  to[0] = vreinterpretq_u8_u16(vzip1q_u16(ab, cd));
+  to[1] = vreinterpretq_u8_u16(vzip2q_u16(ab, cd));
+}
 inline TileAcc tile_dot(TileAcc p, TileCodes c, TileX x) {
   return vdotq_s32(p, vreinterpretq_s8_u8(c), x);
 }
@@ -374,17 +381,17 @@ BITNET_OVERRIDES(kStepBlocks, kFlushSteps, kGemvRows, kGemvStreams, kTileRows, k
                  load_x_tail, kDotInTwoSteps, dot, widen, reduce, prefetch, prefetch_l2, pin, renew,
                  kTileLanes, kTileAccs, kPanelAccs, kRowPanelFrom, kRowPanelFlush, kTileStreams,
                  TileStep, TileCodes, TileX, TileAcc, TileSum, load_step, store_step, broadcast_x,
-                 tile_dot, load_sum, store_sum, set1_sum, add_sum, sub_sum, TileFloats, floats_of,
-                 load_floats, store_floats, set1_floats, mul_floats, fma_floats, times_256, TwoBit,
-                 TwoBitPlain, Base3, Base3Digits, sum_i8_vector, LineXor, xor_line, reduce_lines,
-                 kCacheStep, CacheKeys, CacheQuery, CacheDot, cache_keys, cache_query, cache_dot,
-                 reduce_dots, kCacheAccs, CacheValues, CacheWeights, CacheSum, cache_values,
-                 cache_weights, cache_sum, store_cache_sums, kQuadTiles, kQuadHalves, QuadWords,
-                 QuadSums, QuadFactor, quad_words, quad_factor, quad_add, store_quads, kHeadStreams,
-                 kHead4Streams, kHeadPairRows, head_distance, kHead8Step, kHead8FlushSteps,
-                 kHead8Unroll, kHead8Rows, kHead8Tokens, kHead8Offset, Head8Weights, Head8Acc,
-                 head8_weights, head8_dot, head8_add, head8_sum, kHead4Tokens, Head4Acc,
-                 head4_block, store_i16, head4_float)
+                 zip_lines, tile_dot, load_sum, store_sum, set1_sum, add_sum, sub_sum, TileFloats,
+                 floats_of, load_floats, store_floats, set1_floats, mul_floats, fma_floats,
+                 times_256, TwoBit, TwoBitPlain, Base3, Base3Digits, sum_i8_vector, LineXor,
+                 xor_line, reduce_lines, kCacheStep, CacheKeys, CacheQuery, CacheDot, cache_keys,
+                 cache_query, cache_dot, reduce_dots, kCacheAccs, CacheValues, CacheWeights,
+                 CacheSum, cache_values, cache_weights, cache_sum, store_cache_sums, kQuadTiles,
+                 kQuadHalves, QuadWords, QuadSums, QuadFactor, quad_words, quad_factor, quad_add,
+                 store_quads, kHeadStreams, kHead4Streams, kHeadPairRows, head_distance, kHead8Step,
+                 kHead8FlushSteps, kHead8Unroll, kHead8Rows, kHead8Tokens, kHead8Offset,
+                 Head8Weights, Head8Acc, head8_weights, head8_dot, head8_add, head8_sum,
+                 kHead4Tokens, Head4Acc, head4_block, store_i16, head4_float)
 
 }  // namespace
 }  // namespace bitnet::BITNET_ISA

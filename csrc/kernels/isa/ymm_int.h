@@ -73,6 +73,34 @@ inline TileX broadcast_x(const int8_t* p) {
   __builtin_memcpy(&four, p, 4);
   return _mm256_set1_epi32(four);
 }
+template <int H>
+inline void zip_lines(TileStep a, TileStep b, TileStep c, TileStep d, TileStep (&to)[2]) {
+  const __m256i ab = H == 0 ? _mm256_unpacklo_epi8(a, b) : _mm256_unpackhi_epi8(a, b);
+  const __m256i cd = H == 0 ? _mm256_unpacklo_epi8(c, d) : _mm256_unpackhi_epi8(c, d);
+  to[0] = _mm256_unpacklo_epi16(ab, cd);
+  to[1] = _mm256_unpackhi_epi16(ab, cd);
+}
+constexpr int kColumnHalves = 1;  // 8 sums of 16 registers
+inline int64_t list_step(const int8_t* q, int32_t first, int32_t* at, int8_t* x) {
+  const auto zeros = [&](int i) {
+    const __m256i equal = _mm256_cmpeq_epi8(load_bytes(q + i), _mm256_setzero_si256());
+    return uint64_t{static_cast<uint32_t>(_mm256_movemask_epi8(equal))};
+  };
+  uint64_t left = ~(zeros(0) | zeros(32) << 32);
+  int64_t count = 0;
+  while (left != 0) {
+    // several at once, whether there are so many or not: a branch for each would be guessed wrong
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+      const int next = __builtin_ctzll(left | uint64_t{1} << 63);
+      at[count] = first + next;
+      x[count] = q[next];
+      count += left != 0;
+      left &= left - 1;
+    }
+  }
+  return count;
+}
 inline TileSum load_sum(const int32_t* p) { return load_bytes(p); }
 inline void store_sum(int32_t* p, TileSum s) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), s);
@@ -325,14 +353,14 @@ inline __m256i high_codes(__m256i raw) { return low_codes(_mm256_srli_epi16(raw,
 BITNET_OVERRIDES(kStepBlocks, kGemvRows, kTileRows, kTileTokens, Raw, Codes, Activations, Acc,
                  load_raw, load_raw_tail, codes, load_x, load_x_tail, reduce, prefetch, prefetch_l2,
                  kTileLanes, kFewRegisters, kTileAccs, kPanelAccs, TileStep, TileCodes, TileX,
-                 TileAcc, TileSum, load_step, store_step, broadcast_x, load_sum, store_sum,
-                 set1_sum, add_sum, sub_sum, TileFloats, floats_of, load_floats, store_floats,
-                 set1_floats, mul_floats, fma_floats, times_256, sum_i8_vector, LineXor, xor_line,
-                 reduce_lines, kCacheStep, CacheKeys, CacheQuery, CacheDot, cache_keys, cache_query,
-                 cache_dot, reduce_dots, kCacheAccs, CacheValues, CacheWeights, CacheSum,
-                 cache_values, cache_weights, cache_sum, store_cache_sums, QuadWords, QuadSums,
-                 QuadFactor, quad_words, quad_factor, quad_add, store_quads, store_i16, head_bf16_x,
-                 head_bf16_weights, head_bf16_ordered)
+                 TileAcc, TileSum, load_step, store_step, broadcast_x, zip_lines, kColumnHalves,
+                 list_step, load_sum, store_sum, set1_sum, add_sum, sub_sum, TileFloats, floats_of,
+                 load_floats, store_floats, set1_floats, mul_floats, fma_floats, times_256,
+                 sum_i8_vector, LineXor, xor_line, reduce_lines, kCacheStep, CacheKeys, CacheQuery,
+                 CacheDot, cache_keys, cache_query, cache_dot, reduce_dots, kCacheAccs, CacheValues,
+                 CacheWeights, CacheSum, cache_values, cache_weights, cache_sum, store_cache_sums,
+                 QuadWords, QuadSums, QuadFactor, quad_words, quad_factor, quad_add, store_quads,
+                 store_i16, head_bf16_x, head_bf16_weights, head_bf16_ordered)
 #if !defined(BITNET_EMULATE)
 BITNET_OVERRIDES(pin, renew)
 #endif

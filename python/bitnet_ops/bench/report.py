@@ -268,11 +268,36 @@ def _attention_lines(report: Report) -> list[str]:
     ]
 
 
+SPARSITY_COLUMNS = ["model", "T", "zeros", "policy", "ms", "p10-p90", "x dense", "skipped"]
+
+
+def _sparsity_lines(report: Report) -> list[str]:
+    cells = [
+        [
+            *(str(row["model"]), str(row["threads"]), f"{row['zeros']:.1%}", str(row["policy"])),
+            number(row["time_us"]["median"] / 1e3),
+            f"{number(row['time_us']['p10'] / 1e3)}-{number(row['time_us']['p90'] / 1e3)}",
+            number(row["times_dense"]["median"]),
+            f"{row['skipped']:.1%}",
+            ", ".join(row["flags"]),
+        ]
+        for row in report["rows"]
+    ]
+    return [
+        "",
+        *text_table([*SPARSITY_COLUMNS, "notes"], cells),
+        "",
+        "ms: a step of one token. x dense: how many times as fast, paired per round.",
+        "zeros: of the codes that down_proj reads; skipped: those whose columns were not read.",
+    ]
+
+
 def lines(report: Report) -> list[str]:
     """The whole report as text."""
     kind = report["schema"].rpartition(".")[2]
     forms = {"ops": _ops_lines, "model": _model_lines, "engine": _engine_lines}
-    middle = {**forms, "attention": _attention_lines}[kind](report)
+    forms |= {"attention": _attention_lines, "sparsity": _sparsity_lines}
+    middle = forms[kind](report)
     warnings = [f"WARNING: {warning}" for warning in report["warnings"]]
     rows = f"{len(report['rows'])} rows in {report['seconds']:g} s."
     return [*header_lines(report), *middle, rows, *warnings]

@@ -43,6 +43,12 @@ class _Help(argparse.HelpFormatter):
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, **{**options, "max_help_position": 30})
 
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        """A switch and its opposite as one word."""
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return f"--[no-]{action.option_strings[0].removeprefix('--')}"
+        return super()._format_action_invocation(action)
+
 
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are UsageErrors in the project's style.

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from bitnet_ops.bench.ops import OpsSettings
     from bitnet_ops.bench.run_model import ModelSettings
     from bitnet_ops.bench.serve import ServeSettings
+    from bitnet_ops.bench.sparsity import SparsitySettings
 
 # The usual values of an option: of a whole run, and of --quick.
 _M = ("1,2,4,8,16,32,64,128,512,2048", "1,4,32")
@@ -57,6 +58,10 @@ _ATTENTION = (
     "Time attention of one new token under policies that read fewer positions (docs/guide/"
     "attention.md), alternating with attention to all of them."
 )
+_SPARSITY = (
+    "Time decoding under activation sparsity (docs/guide/activation-sparsity.md), alternating with "
+    "products that multiply all inputs, for several shares of zeros."
+)
 _ENGINE = (
     "Time many requests at once: streams that decode together, against reading the step's bytes "
     "once and against the int8 multiply-adds of its tokens, both alternating with them; and a "
@@ -73,12 +78,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments to `parser`."""
     parser.description = "Measure against limits of this machine, taken in the same process."
     kinds = parser.add_subparsers(
-        dest="kind", metavar="ops|model|attention|engine|serve", required=True
+        dest="kind", metavar="ops|model|attention|sparsity|engine|serve", required=True
     )
     for name, text, description, add in (
         ("ops", "every op on model shapes", _OPS, _add_ops_arguments),
         ("model", "prefill and decode of a whole model", _MODEL, _add_model_arguments),
         ("attention", "decode under attention policies", _ATTENTION, _add_attention_arguments),
+        ("sparsity", "decode that leaves zeros out", _SPARSITY, _add_sparsity_arguments),
         ("engine", "many requests at once", _ENGINE, _add_engine_arguments),
         ("serve", "a server under load", _SERVE, _add_serve_arguments),
     ):
@@ -153,6 +159,14 @@ def _add_attention_arguments(attention: argparse.ArgumentParser) -> None:
     add("--kv-dtype", default="bfloat16,int8", help="types of the cache (default: bfloat16,int8)")
     add("--check", action="store_true", help="exit status 1 where a policy is too slow")
     add("--plot", metavar="FILE", help="time against context, as FILE.png or .svg")
+
+
+def _add_sparsity_arguments(sparsity: argparse.ArgumentParser) -> None:
+    add = sparsity.add_argument
+    add("--dummy", default=_DUMMY, help=f"which synthetic model (default: {_DUMMY})")
+    add("--zeros", metavar="SHARES", help="shares of inputs that are 0, such as 0.5,0.9")
+    add("--check", action="store_true", help='exit status 1 where "auto" is too slow')
+    add("--plot", metavar="FILE", help="speed against zeros, as FILE.png or .svg")
 
 
 def _add_engine_arguments(engine: argparse.ArgumentParser) -> None:
@@ -355,6 +369,28 @@ def attention_settings(args: argparse.Namespace) -> AttentionSettings:
     )
 
 
+def sparsity_settings(args: argparse.Namespace) -> SparsitySettings:
+    """The settings of the arguments of `bench sparsity`; ValueError names a wrong one."""
+    from bitnet_ops.bench.sparsity import SHARES, SparsitySettings
+
+    parse_words("--dummy", args.dummy, list(CONFIGS))
+    shares = SHARES if not args.quick else (0.0, 0.9)
+    if args.zeros is not None:
+        try:
+            shares = tuple(float(word) for word in args.zeros.split(","))
+        except ValueError:
+            shares = (-1.0,)
+        if not all(0 <= share <= 1 for share in shares):
+            raise ValueError(f"--zeros: expected shares from 0 to 1, got {args.zeros}")
+    return SparsitySettings(
+        dummy=args.dummy,
+        shares=shares,
+        threads=_threads(args),
+        seconds=0.5 if args.quick else 4.0,
+        check=args.check,
+    )
+
+
 def engine_settings(args: argparse.Namespace) -> EngineSettings:
     """The settings that the arguments of `bench engine` ask for; ValueError names a wrong one."""
     from bitnet_ops.bench.engine import EngineSettings
@@ -380,7 +416,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the benchmark; 0, or 1 when a result was wrong."""
     if args.kind == "serve":
         return _run_serve(args)
-    from bitnet_ops.bench import attention, engine, ops, report, run_model
+    from bitnet_ops.bench import attention, engine, ops, report, run_model, sparsity
     from bitnet_ops.bench.pinning import pinned
 
     settings: Any
@@ -390,6 +426,8 @@ def run(args: argparse.Namespace) -> int:
             settings, measure = ops_settings(args), ops.run
         elif args.kind == "attention":
             settings, measure = attention_settings(args), attention.run
+        elif args.kind == "sparsity":
+            settings, measure = sparsity_settings(args), sparsity.run
         elif args.kind == "engine":
             settings, measure = engine_settings(args), engine.run
         else:
@@ -406,6 +444,8 @@ def run(args: argparse.Namespace) -> int:
         report.write_json(result, args.output, replace=args.force)
     if args.kind == "attention" and args.plot:
         attention.plot(result, Path(args.plot))
+    if args.kind == "sparsity" and args.plot:
+        sparsity.plot(result, Path(args.plot))
     return 0 if result["ok"] else 1
 
 

@@ -95,6 +95,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="attend to fewer positions: window:256,sinks=4 (default: all)",
     )
     group.add_argument(
+        "--sparsity",
+        dest="activation_sparsity",
+        metavar="POLICY",
+        type=non_empty,
+        help="leave zeros of MLPs out: auto, exact, top_k:0.1 (default: none)",
+    )
+    group.add_argument(
         "--kv-cache-mb",
         type=number("above 0", lambda v: v > 0),
         metavar="MB",
@@ -354,6 +361,7 @@ def open_model(path: str | None, args: argparse.Namespace, **memory: Any) -> Lan
             head_format=args.head_format,
             activation_format=args.activation_format,
             attention=args.attention,
+            activation_sparsity=args.activation_sparsity,
             cache=None if args.cache == "auto" else args.cache,
             convert=args.convert,
             lora=args.lora,
@@ -514,6 +522,7 @@ def _report(
         "threads": torch.get_num_threads(),
         "kv_dtype": args.kv_dtype,
         "attention": args.attention,
+        "activation_sparsity": args.activation_sparsity,
         "weight_format": lm.model.weight_format,
         "head_format": lm.model.head.head_format,
         "lora": args.lora,

@@ -32,6 +32,7 @@ from bitnet_ops.config.scalings import KEYS as SCALING_KEYS
 from bitnet_ops.config.scalings import WINDOW_KEYS, read_scalings, read_windows
 from bitnet_ops.config.scalings import Scalings as Scalings
 from bitnet_ops.config.scheme import KNOWN_KEYS, SchemeError, quantization_options
+from bitnet_ops.config.sparsity import ActivationSparsity
 from bitnet_ops.config.values import (
     MOST_HEAD_DIM,
     MOST_LAYERS,
@@ -65,7 +66,8 @@ class ModelConfig:
     embedding turns, the first ones; 0: all. `rotation`: matrices whose input is turned by a
     Hadamard transform, None: none (config/hybrid.py).
     `policies`: of every layer which positions its tokens read, where whoever loads the model asks
-    for fewer than it was trained with (config/attention.py); empty: nobody does.
+    for fewer than it was trained with (config/attention.py); empty: nobody does. `sparsity`: which
+    inputs of `down` are left out, likewise (config/sparsity.py); None: none.
     `embedding_only`: the model gives hidden states and has no head. `eos_token_ids`: every id that
     ends a text; may be empty. `notes`: remarks for the user.
     """
@@ -101,6 +103,7 @@ class ModelConfig:
     partial_rotary: int = 0
     rotation: Rotation | None = None
     policies: tuple[AttentionPolicy | None, ...] = ()
+    sparsity: ActivationSparsity | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property

@@ -16,44 +16,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NoReturn
 
+from bitnet_ops.config.policy_words import Key, Number, count, keys_of, share
 from bitnet_ops.errors import BitNetError
-
-_MOST = 2**31 - 1
 
 
 class AttentionPolicyError(BitNetError, ValueError):
     """A policy that is none, or that a model cannot follow; the message says which part."""
 
 
-Number: TypeAlias = "int | float"
-
-
-class _Key(NamedTuple):
-    read: Callable[[str], Number]
-    good: Callable[[Number], bool]
-    expected: str
-    required: bool = False
-
-
-def _share() -> _Key:
-    return _Key(float, lambda x: 0 < x <= 1, "above 0 and at most 1", required=True)
-
-
-def _count(least: int, *, required: bool = False) -> _Key:
-    return _Key(int, lambda n: least <= n <= _MOST, f"an integer of at least {least}", required)
-
-
 # what all have that choose pages; dense_below: positions up to which tokens read all
-_PAGES = {"sinks": _count(0), "dense_below": _count(0)}
+_PAGES = {"sinks": count(0), "dense_below": count(0)}
 
 # kind -> its keys; the value behind the colon is the key of the kind's name
-KINDS: dict[str, dict[str, _Key]] = {
-    "window": {"window": _count(1, required=True), "sinks": _count(0), "stride": _count(0)},
-    "top_k": {"top_k": _share(), **_PAGES},
-    "threshold": {"threshold": _share(), **_PAGES},
-    "dynamic": {"min_ratio": _share(), "max_ratio": _share(), **_PAGES},
+KINDS: dict[str, dict[str, Key]] = {
+    "window": {"window": count(1, required=True), "sinks": count(0), "stride": count(0)},
+    "top_k": {"top_k": share(), **_PAGES},
+    "threshold": {"threshold": share(), **_PAGES},
+    "dynamic": {"min_ratio": share(), "max_ratio": share(), **_PAGES},
 }
 # Of the earlier systems, by the names that they had.
 PRESETS = {
@@ -100,7 +81,7 @@ def read_policies(
     positions. Raises AttentionPolicyError for anything that is not clear.
     """
     if not isinstance(text, str):
-        raise _error("a policy as text", f"a {type(text).__name__}")
+        _fail("a policy as text", f"a {type(text).__name__}")
     found: list[AttentionPolicy | None] = [None] * layers
     taken = [False] * layers
     for part in PRESETS.get(text.strip(), text).split(";"):
@@ -108,12 +89,12 @@ def read_policies(
         policy = _policy(words)
         named = [*_numbers(where, layers)] if at else [i for i in range(layers) if own(i) is None]
         if not named:
-            raise _error("a model with a layer that attends to all positions", own(0))
+            _fail("a model with a layer that attends to all positions", own(0))
         for layer in named:
             if (reason := own(layer)) is not None:
-                raise _error("layers that attend to all positions", f"{layer}, which {reason}")
+                _fail("layers that attend to all positions", f"{layer}, which {reason}")
             if taken[layer]:
-                raise _error("one policy a layer", f"two for layer {layer}")
+                _fail("one policy a layer", f"two for layer {layer}")
             found[layer], taken[layer] = policy, True
     return tuple(found)
 
@@ -123,29 +104,8 @@ def _policy(text: str) -> AttentionPolicy:
     keys = KINDS.get(kind)
     if keys is None or not colon:
         known = ", ".join(f"{name}:..." for name in KINDS)
-        raise _error(f"one of {known} or a preset ({', '.join(PRESETS)})", repr(text))
-    first, *others = rest.split(",")
-    words = [*([] if "=" in first else [(kind, first)])]
-    for word in others if "=" not in first else [first, *others]:
-        name, _, value = word.partition("=")
-        words.append((name.strip(), value))
-    given: dict[str, Number] = {}
-    for name, value in words:
-        if name not in keys or name in given:
-            raise _error(f"keys of {', '.join(keys)}, each once", repr(name))
-        key = keys[name]
-        try:
-            number = key.read(value)
-        except ValueError:
-            number = -1
-        if not key.good(number):
-            raise _error(f"{name} {key.expected}", repr(value))
-        given[name] = number
-    for name, key in keys.items():
-        if key.required and name not in given:
-            raise _error(name, "nothing")
-    if given.get("min_ratio", 0) > given.get("max_ratio", 0):
-        raise _error("min_ratio at most max_ratio", given["min_ratio"])
+        _fail(f"one of {known} or a preset ({', '.join(PRESETS)})", repr(text))
+    given = dict(keys_of(kind, rest, keys, _fail))
     zero = ("dense_below",)  # means something
     kept = [name for name in keys if given.get(name) or (name in given and name in zero)]
     return AttentionPolicy(kind, tuple((name, given[name]) for name in kept))
@@ -156,14 +116,14 @@ def _numbers(text: str, layers: int) -> Iterator[int]:
     for word in text.split(","):
         first, dash, last = word.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise _error("layers as 0-3,7", repr(text))
+            _fail("layers as 0-3,7", repr(text))
         end = int(last if dash else first)
         if not int(first) <= end < layers:
-            raise _error(f"layers from 0 to {layers - 1}", repr(word))
+            _fail(f"layers from 0 to {layers - 1}", repr(word))
         yield from range(int(first), end + 1)
 
 
-def _error(expected: str, got: object) -> AttentionPolicyError:
-    return AttentionPolicyError(
+def _fail(expected: str, got: object) -> NoReturn:
+    raise AttentionPolicyError(
         f"attention: expected {expected}, got {got}; a policy is such as window:256,sinks=4"
     )

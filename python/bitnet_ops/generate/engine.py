@@ -626,6 +626,9 @@ class Engine:
             for step, (read, pages) in zip(steps, _runtime.attention_pages(), strict=False):
                 step.request.attention.add(read, pages)
                 scheduler.attention.add(read, pages)
+        if getattr(self.model.config, "sparsity", None) is not None:
+            skipped, inputs = _runtime.activation_zeros()
+            scheduler.inputs.add(inputs - skipped, inputs)
         scheduler.learn(plan, time.perf_counter() - began)
         samplers, drafts = [s.request.sampler for s in steps], [s.drafts for s in steps]
         return sample_steps(samplers, drafts, wanted, logits)

@@ -117,19 +117,19 @@ class NewToken:
 
 
 @dataclass(slots=True)
-class PagesRead:
-    """How many pages attention has read, of how many."""
+class ShareRead:
+    """How much has been read, of how much: pages by attention, inputs by products."""
 
     read: int = 0
-    pages: int = 0
+    whole: int = 0
 
-    def add(self, read: int, pages: int) -> None:
+    def add(self, read: int, whole: int) -> None:
         self.read += read
-        self.pages += pages
+        self.whole += whole
 
     @property
     def share(self) -> float:
-        return self.read / self.pages if self.pages else 1.0
+        return self.read / self.whole if self.whole else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ class Request:
         self.keep_prefix, self.came_ns = keep_prefix, time.time_ns()
         self.blocks: list[int] = []
         self.gone = 0, 0
-        self.attention = PagesRead()
+        self.attention = ShareRead()
         self.reused_tokens: int | None = None
         self.slot, self.replays = -1, 0
         self.stops: list[int] = []

@@ -22,7 +22,7 @@ import torch
 from bitnet_ops import machine
 from bitnet_ops.arguments import check_flag, check_integer, check_megabytes, is_number, shown
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.generate.request import PagesRead, Request, without
+from bitnet_ops.generate.request import Request, ShareRead, without
 from bitnet_ops.generate.speculation import StepCosts, propose
 from bitnet_ops.generate.states import Checkpoint, StateSlots, stops_of
 from bitnet_ops.nn.blocks import BlockAllocator, PoolFullError
@@ -93,6 +93,7 @@ class EngineStats:
     disk_mb: float = 0.0
     disk_tokens: int = 0  # that it gave, and that did not have to be computed
     attention_read: float = 1.0  # share of the pages that policies of attention let be read
+    inputs_skipped: float = 0.0  # share of the inputs that activation sparsity may leave out
     prompt_tokens: int = 0  # of all that were admitted, the reused ones among them
 
 
@@ -201,7 +202,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.preemptions = self.drafted_tokens = self.accepted_drafts = 0
         self.prompt_tokens = self.reused_tokens = 0
-        self.attention = PagesRead()
+        self.attention, self.inputs = ShareRead(), ShareRead()
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Enter how long the model took over a planned step."""
@@ -222,6 +223,7 @@ class Scheduler:
             accepted_drafts=self.accepted_drafts,
             prompt_tokens=self.prompt_tokens,
             attention_read=self.attention.share,
+            inputs_skipped=1 - self.inputs.share,
             state_slots=0 if self.states is None else self.states.pool.slots,
             checkpoints=0 if self.states is None else self.states.checkpoints,
         )

@@ -6,6 +6,7 @@ does not know: projections of other classes, and caches that another engine keep
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -77,7 +78,7 @@ class Composed:
         module: nn.Module = self.module(name)
         if (inside := module._modules.get("rms_norm")) is not None:
             x = ops.rms_norm(x, inside.get_buffer("weight"), self.eps("linear_norm_eps"))
-        y: Tensor = module(x)
+        y: Tensor = module(kept_inputs(line, x) if key == "down" else x)
         for rows, paths in self.sides:
             if (lora := paths.get(name)) is None:
                 continue
@@ -127,6 +128,43 @@ def delta_net(c: Composed, line: Line, number: int, x: Tensor) -> Tensor:
     heads = c.mix(number, line, qkv, a, b).unflatten(-1, (-1, line.integer("value_dim")))
     heads = c.norm(line, "gated_norm", heads).flatten(-2)
     return x + c.project(line, "out", c.rounded(ops.gated(z.float(), heads, "silu")))
+
+
+def kept_inputs(line: Line, x: Tensor) -> Tensor:
+    """x F [..., K] with 0 where the activation sparsity of the block `mlp` drops its code.
+
+    The largest code of a token stays, and with it the scale of the others. Values that become code
+    0 in any case stay, too: so does a row that is not finite.
+    """
+    keys = line.keys
+    if not keys.keys() & {"threshold", "top_k", "max_ratio"}:
+        return x
+    size = ops.quantize_activations(x)[0].int().abs()
+    if "threshold" in keys:
+        cut = torch.ceil(127 * torch.tensor(line.number("threshold"), dtype=torch.float32))
+        return x.masked_fill((size > 0) & (size < cut), 0)
+    k = x.shape[-1]
+    count = torch.zeros(*x.shape[:-1], 129, dtype=torch.int64)
+    count.scatter_add_(-1, size.long(), torch.ones_like(size, dtype=torch.int64))
+    low, high = (
+        torch.tensor(float(keys.get("top_k", keys.get(name, 0))), dtype=torch.float32)
+        for name in ("min_ratio", "max_ratio")
+    )
+    ratio = low.double()
+    if high > low:
+        code = torch.arange(1, 129, dtype=torch.float64)
+        weight = count[..., 1:] * code
+        total = weight.sum(-1).clamp(min=1)
+        entropy = total.log() - (weight * code.log()).sum(-1) / total
+        spread = (entropy / math.log(k)).clamp(0, 1) if k > 1 else torch.zeros_like(entropy)
+        ratio = ratio + (high - low).double() * spread
+    most = torch.ceil(ratio * k).unsqueeze(-1)
+    left = count.flip(-1).cumsum(-1).flip(-1)  # codes of at least that magnitude
+    largest = size.amax(-1, keepdim=True).clamp(min=1)
+    stays = (left <= most) | (torch.arange(129) >= largest)
+    stays[..., 0] = False
+    cut = stays.int().argmax(-1, keepdim=True)
+    return x.masked_fill((size > 0) & (size < cut), 0)
 
 
 def mlp(c: Composed, line: Line, x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from bitnet_ops import ops
 from bitnet_ops.arguments import shown
 from bitnet_ops.config import ModelConfig, Rotation
+from bitnet_ops.config.sparsity import ActivationSparsityError, read_sparsity
 from bitnet_ops.models.adapters import Adapters, PackedAdapter, scaled
 from bitnet_ops.models.composed import Composed
 from bitnet_ops.models.layer import ACTIVATION_DTYPES, DecoderLayer, Tensors, norm_weight
@@ -26,6 +27,7 @@ from bitnet_ops.models.listing import GLOBAL_ROPE, LOCAL_ROPE, Line, Listing, li
 from bitnet_ops.models.program import Program, bind
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch
 from bitnet_ops.models.tensors import ROTATION
+from bitnet_ops.nn.columns import forget_columns
 from bitnet_ops.nn.digest import digest_of
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.kv_cache import KVCache
@@ -171,6 +173,28 @@ class Decoder(Tracked):
         """
         config = dataclasses.replace(self.config, policies=())
         self.config = config if policy is None else config.with_attention(policy)
+
+    def set_activation_sparsity(self, policy: str | None) -> None:
+        """Leave inputs of MLPs' last projections out that are 0, as config/sparsity.py says.
+
+        None: multiply them all. Where something is left out, each of these matrices lies in memory
+        a second time. Raises ActivationSparsityError, also for matrices with scales of groups or a
+        rotated input.
+        """
+        found = None if policy is None else read_sparsity(policy)
+        for name, module in self.named_modules():
+            if not name.endswith("down_proj") or not isinstance(module, BitLinear):
+                continue
+            if found is None:
+                forget_columns(module.weight)
+                continue
+            if module.group_size or module.signs is not None:
+                kind = "scales of groups" if module.group_size else "a rotated input"
+                raise ActivationSparsityError(
+                    "activation_sparsity: expected matrices with one scale a matrix or a row, "
+                    f"whose input is what activations give, got {kind} in {name}; leave it out"
+                )
+        self.config = dataclasses.replace(self.config, sparsity=found)
 
     @property
     def weight_format(self) -> str:
@@ -329,7 +353,10 @@ class Decoder(Tracked):
         """
         if self._bound.digest[0] != (now := self._buffers_version()):
             self._bound.digest = now, digest_of(self.named_buffers())
-        settings = self.config, self.dtype, self.activation_format, self.head.head_format
+        c = self.config
+        if c.sparsity is not None and not c.sparsity.drops:  # no result depends on it
+            c = dataclasses.replace(c, sparsity=None)
+        settings = c, self.dtype, self.activation_format, self.head.head_format
         form = settings, self._bound.digest[1], self.adapters.digest(adapter)
         return hashlib.sha256(repr(form).encode()).digest()
 

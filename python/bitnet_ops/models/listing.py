@@ -152,4 +152,6 @@ def _mlp(c: ModelConfig, layer: int) -> Line:
         keys["sub_norm"] = prefix + "mlp.ffn_sub_norm"
     if c.post_norms:
         keys["post_norm"] = prefix + "post_feedforward_layernorm"
+    if c.sparsity is not None:
+        keys |= dict(c.sparsity.keys)
     return Line("mlp", keys)

@@ -23,6 +23,7 @@ from bitnet_ops.models.listing import (
     Line,
     Listing,
 )
+from bitnet_ops.nn.columns import columns_of
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.linear import BitLinear
 from bitnet_ops.nn.packing import blocked_scales
@@ -117,6 +118,9 @@ def bind(
             _add_projection(name, module, tensors, copied)
             if module.group_size:
                 formats.add(module.activation_format)
+            if key == "down" and "sparsity" in line.keys:
+                tensors[f"{name}.columns"] = columns_of(module.packed)
+                copied.append(module.weight)
         if len(formats) > 1 or not _stages_agree(line, root):
             return None
         blocks.append(line.with_keys(activation_format=formats.pop()) if formats else line)
