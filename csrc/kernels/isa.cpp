@@ -23,6 +23,7 @@ namespace {
 #include "kernels/ternary/tiles.inl"
 #include "kernels/ternary/canonical.inl"
 #include "kernels/ternary/gemv.inl"
+#include "kernels/ternary/pairs.inl"
 #include "kernels/ternary/direct.inl"
 #include "kernels/ternary/panel.inl"
 #include "kernels/ternary/canonical_panel.inl"

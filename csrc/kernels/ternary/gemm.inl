@@ -53,7 +53,7 @@ void any_tile_gemm(const TileJob& job) {
     if (takes_panel<DP>(job.tokens, job.shared_ports)) return tiles_panel<DP>(job);
   }
   constexpr int kTokens = DN::kTokens;
-  for_token_groups<kTokens>(job.tokens, [&]<int T>(int64_t token) {
+  for_token_groups<kTokens, kTokensTogether<DN>>(job.tokens, [&]<int T>(int64_t token) {
     if constexpr (HasWide<DN, T>) {
       if (!job.shared_ports) return tiles_direct<typename WideOr<DN>::Type, T>(job, token);
     }
@@ -72,9 +72,9 @@ void tile_gemm(const TileJob& job) {
     if (takes_matrix<MatrixUnit>(job)) return tiles_matrix<MatrixUnit>(job, nullptr);
   }
   if (job.format == layout::WeightFormat::kBase3) {
-    return any_tile_gemm<Base3, Base3, Base3Digits>(job);
+    return any_tile_gemm<Base3, Several::Thirds, Several::ThirdsDigits>(job);
   }
-  any_tile_gemm<TwoBit, TwoBit, TwoBitPlain>(job);
+  any_tile_gemm<TwoBit, Several::TwoBits, Several::TwoBitsPlain>(job);
 }
 
 void tile_product(const TileJob& job, const EpilogueJob& epilogue) {
