@@ -27,6 +27,7 @@ namespace {
 #include "kernels/ternary/direct.inl"
 #include "kernels/ternary/panel.inl"
 #include "kernels/ternary/canonical_panel.inl"
+#include "kernels/ternary/canonical_pairs.inl"
 #include "kernels/ternary/epilogue.inl"
 #include "kernels/ternary/matrix.inl"
 #include "kernels/ternary/canonical_matrix.inl"

@@ -29,6 +29,11 @@ void ternary_gemm(const uint8_t* weight, int64_t row_bytes, int64_t row_begin, i
       rows_panel<CanonicalRows>(w, row_bytes, n, x, x_stride, x_sum, tokens, out, out_stride);
     }
   }
+  if constexpr (TokenPairs::kHere) {
+    n = rows / kPairRows * kPairRows;
+    rows_pairs<TokenPairs>(w, row_bytes, n, x, x_stride, x_sum, tokens, prefetch_bytes, out,
+                           out_stride);
+  }
   if (n == rows) return;
   for (int64_t t = 0; t < tokens; t += kTokenBlock) {
     const int64_t count = tokens - t < kTokenBlock ? tokens - t : kTokenBlock;
