@@ -146,6 +146,8 @@ ARM_DOTS = (
     Loop("`1.6bit`, 1 token", "tile_direct<Base3, 1>", dot="arm", share=BASE3),
     Loop("`1.6bit`, 2 tokens", "tile_direct<Base3, 2>", dot="arm", share=BASE3),
     Loop("`1.6bit`, from 4 tokens on", "tile_direct<Base3, 4>", dot="arm", share=BASE3),
+    Loop("canonical, 2 tokens", "tile_to_out<true, 2, 2>", dot="arm"),
+    Loop("canonical, from 4 tokens on", "tile_to_out<true, 2, 4>", dot="arm"),
 )
 PAIRS = (
     Loop("`2bit`, 2 tokens", "tile_direct<TokenPairs::TwoBit, 2>", dot="arm"),
@@ -156,6 +158,9 @@ PAIRS = (
     Loop("`1.6bit`, 2 tokens", "tile_direct<TokenPairs::Base3, 2>", dot="arm", share=BASE3),
     Loop("`1.6bit`, 4 tokens", "tile_direct<TokenPairs::Base3, 4>", dot="arm", share=BASE3),
     Loop("panel of `1.6bit` (4)", "add_panel<TokenPairs::Base3Digits, 0, 5, 4>", dot="arm"),
+    Loop("canonical, 2 tokens", "rows_x_pairs<TokenPairs, 2>", dot="arm"),
+    Loop("canonical, 4 tokens", "rows_x_pairs<TokenPairs, 4>", dot="arm"),
+    Loop("canonical, from 8 tokens on", "rows_x_pairs<TokenPairs, 8>", dot="arm"),
 )
 
 
