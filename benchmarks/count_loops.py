@@ -2,8 +2,9 @@
 
 Prints the instructions of every loop in the object code, for 1024 multiply-adds (AMX: for a turn);
 with --cycles also what llvm-mca (17 or newer, BITNET_LLVM_MCA or `llvm-mca` on the path) makes of
-them. Kernel objects are those of the package's build, or of --objects. Fails for a loop that is
-not found. Standard library only; needs objdump.
+them. Kernel objects are those of the package's build, or of --objects, which may be a build for Arm
+(scripts/test_neon makes build/aarch64). Fails for a loop that is not found. Standard library only;
+needs objdump.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ DOT = {
     "floats": r"vfmadd\w+ps\b",
     "pairs": r"vdpbf16ps\b",
     "tiles": r"tdpb\w+\b",
+    "arm": r"usmmla|sdot",
 }
+VECTOR = re.compile(r"mm|\b[qdv]\d")  # a register of x86 or Arm
 WORK = 1024  # multiply-adds that counts and cycles are given for
 
 
@@ -135,6 +138,32 @@ AMX = (
 )  # fmt: skip
 
 
+ARM_DOTS = (
+    Loop("`2bit`, 1 token", "tile_direct<TwoBit, 1>", dot="arm"),
+    Loop("`2bit`, 2 tokens", "tile_direct<TwoBit, 2>", dot="arm"),
+    Loop("`2bit`, 4 tokens", "tile_direct<TwoBit, 4>", dot="arm"),
+    Loop("`2bit`, from 5 tokens on", "tile_direct<TwoBit, 5>", dot="arm"),
+    Loop("`1.6bit`, 1 token", "tile_direct<Base3, 1>", dot="arm", share=BASE3),
+    Loop("`1.6bit`, 2 tokens", "tile_direct<Base3, 2>", dot="arm", share=BASE3),
+    Loop("`1.6bit`, from 4 tokens on", "tile_direct<Base3, 4>", dot="arm", share=BASE3),
+    Loop("canonical, 2 tokens", "tile_to_out<true, 2, 2>", dot="arm"),
+    Loop("canonical, from 4 tokens on", "tile_to_out<true, 2, 4>", dot="arm"),
+)
+PAIRS = (
+    Loop("`2bit`, 2 tokens", "tile_direct<TokenPairs::TwoBit, 2>", dot="arm"),
+    Loop("`2bit`, 4 tokens", "tile_direct<TokenPairs::TwoBit, 4>", dot="arm"),
+    Loop("`2bit`, 5 tokens", "tile_direct<TokenPairs::TwoBit, 5>", dot="arm", share=5 / 6),
+    Loop("`2bit`, from 6 tokens on", "tile_direct<TokenPairs::TwoBit, 6>", dot="arm"),
+    Loop("panel of `2bit` (6)", "add_panel<TokenPairs::TwoBitPlain, 0, 4, 6>", dot="arm"),
+    Loop("`1.6bit`, 2 tokens", "tile_direct<TokenPairs::Base3, 2>", dot="arm", share=BASE3),
+    Loop("`1.6bit`, 4 tokens", "tile_direct<TokenPairs::Base3, 4>", dot="arm", share=BASE3),
+    Loop("panel of `1.6bit` (4)", "add_panel<TokenPairs::Base3Digits, 0, 5, 4>", dot="arm"),
+    Loop("canonical, 2 tokens", "rows_x_pairs<TokenPairs, 2>", dot="arm"),
+    Loop("canonical, 4 tokens", "rows_x_pairs<TokenPairs, 4>", dot="arm"),
+    Loop("canonical, from 8 tokens on", "rows_x_pairs<TokenPairs, 8>", dot="arm"),
+)
+
+
 @dataclass(frozen=True)
 class Cpu:
     """A CPU as llvm-mca knows it, and what its model is wrong about, said in other instructions."""
@@ -144,6 +173,7 @@ class Cpu:
     replace: tuple[tuple[str, str], ...] = ()
     dot_cycles: float = 0.5  # of a dot product of the ISA's width that waits for nothing
     loads_apart: bool = False  # of dots: in the model a sum waits for the operand's load, too
+    triple: str = "x86_64"
 
 
 # The model of sapphirerapids has one port for multiplications of 512 bits, the CPU two, as Ice
@@ -167,10 +197,17 @@ TILES = (
 BESIDE_TILES = Cpu("Sapphire Rapids", ("-mcpu=sapphirerapids",), TILES)
 TILE_CYCLES, TILE_WORK = 16, 16 * 16 * 64  # of a product of two tiles
 
+NEOVERSE = tuple(
+    Cpu(f"Neoverse {core}", (f"-mcpu=neoverse-{core.lower()}",), dot_cycles=0.25, triple="aarch64")
+    for core in ("V1", "V2")
+)
+
 ISAS = {
     "avx512_vnni": (ZMM, (SAPPHIRE_RAPIDS, ZEN_4)),
     "avx_vnni": (YMM, (ALDER_LAKE,)),
     "amx_int8": (AMX, (BESIDE_TILES,)),
+    "neon_dotprod": (ARM_DOTS, NEOVERSE),
+    "neon_i8mm": (PAIRS, NEOVERSE),
 }
 
 
@@ -192,6 +229,8 @@ def dot_work(turn: Turn, pattern: str) -> int:
     dots = [text for text in turn.text if re.match(pattern, text)]
     if kind == "tiles":
         return TILE_WORK * len(dots)
+    if kind == "arm":
+        return sum(32 if text.startswith("usmmla") else 16 for text in dots)
     return sum((16 if "%zmm" in text else 8) * lanes[kind] for text in dots)
 
 
@@ -217,7 +256,7 @@ def mca_cycles(turn: Turn, cpu: Cpu, tool: str) -> float:
     if any("vfmadd" in right for _, right in cpu.replace):
         text = text.replace("{vex} ", "")
     done = subprocess.run(
-        [tool, "-mtriple=x86_64", *cpu.options, f"-iterations={turns}"],
+        [tool, f"-mtriple={cpu.triple}", *cpu.options, f"-iterations={turns}"],
         input=text, capture_output=True, text=True,
     )  # fmt: skip
     found = re.search(r"^Total Cycles:\s+(\d+)", done.stdout, flags=re.MULTILINE)
@@ -248,7 +287,7 @@ def count(objects: Object, loop: Loop, cpus: tuple[Cpu, ...], tool: str | None) 
     return Count(
         work / len(turns),
         len(texts) * each,
-        sum("mm" in text for text in texts) * each,
+        sum(bool(VECTOR.search(text)) for text in texts) * each,
         sum(turn.dots for turn in turns) * each,
         cycles,
     )
@@ -302,7 +341,10 @@ def main() -> int:
         build_objects(package_tree())
     found = isa_objects(arguments.objects or package_tree())
     tool = mca() if arguments.cycles else None
+    on_arm = "neon_dotprod" in found  # a build for one architecture
     for isa in ISAS:
+        if isa.startswith("neon") != on_arm:
+            continue
         for line in lines(isa, found[isa], tool):
             print(line)
     return 0

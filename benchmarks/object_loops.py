@@ -21,10 +21,11 @@ from check_spills import (  # type: ignore[import-not-found]  # noqa: E402
     functions,
 )
 
-JUMP = re.compile(r"(j\w+)\s+([0-9a-f]+)\b")
-CALL = re.compile(r"call\s+([0-9a-f]+)\b")
+# of x86, and of 64-bit Arm: b, b.lt, cbz x0, ... and tbz w0, #1, ...
+JUMP = re.compile(r"((?:j\w+|b(?:\.\w+)?|[ct]bn?z\s+\w+,(?:\s#\d+,)?)\s+)([0-9a-f]+)\b")
+CALL = re.compile(r"(?:call|bl)\s+([0-9a-f]+)\b")
 NOTHING = re.compile(r"nop|data16|cs nop|xchg\s+%ax,%ax|endbr")
-SYMBOL = re.compile(r"\s*(<.*>|#.*)$")
+SYMBOL = re.compile(r"\s*(<.*>|# .*|//.*)$")
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Function:
         self.jumps: dict[int, tuple[bool, int | None]] = {}  # index: always taken, target here
         for i, text in enumerate(self.text):
             if jump := JUMP.match(text):
-                self.jumps[i] = (jump[1] == "jmp", at.get(int(jump[2], 16)))
+                self.jumps[i] = (jump[1].strip() in ("jmp", "b"), at.get(int(jump[2], 16)))
 
     def loops(self) -> Iterator[list[int]]:
         """One turn of every loop with two dot products or more that holds no other such loop."""
@@ -126,10 +127,13 @@ class Object:
         if call := CALL.match(text):
             called = self.starts.get(int(call[1], 16), [])
             return [line for _, inner in called for line in self._spelt_out(inner)]
-        if NOTHING.match(text) or text.startswith(("ret", "jmp")):
+        jump = JUMP.match(text)
+        if NOTHING.match(text) or text.startswith("ret"):
             return []
-        if jump := JUMP.match(text):
-            return [f"{jump[1]} loop"]
+        if jump and jump[1].strip() in ("jmp", "b"):
+            return []
+        if jump:
+            return [f"{jump[1]}loop"]
         return [SYMBOL.sub("", text)]
 
     def turns(self, name: str, dot: str) -> list[Turn]:

@@ -11,6 +11,7 @@ per violation.
 from __future__ import annotations
 
 import argparse
+import platform
 import re
 import sys
 from collections.abc import Iterator
@@ -43,10 +44,17 @@ ACCEPTED = {
 Instruction = tuple[int, str]
 
 
+def objdump(path: Path) -> str:
+    """The tool that knows the object's instructions."""
+    with path.open("rb") as file:
+        on_arm = int.from_bytes(file.read(20)[18:], "little") == 183  # e_machine
+    return "aarch64-linux-gnu-objdump" if on_arm and platform.machine() != "aarch64" else "objdump"
+
+
 def functions(path: Path) -> Iterator[tuple[str, list[Instruction]]]:
     """(name, instructions) of every function in the object, names without namespaces."""
     name, body = "", []
-    for line in run("objdump", "-dC", "--no-show-raw-insn", path).splitlines():
+    for line in run(objdump(path), "-dC", "--no-show-raw-insn", path).splitlines():
         if start := re.match(r"[0-9a-f]+ <(.*)>:$", line):
             yield name, body
             name, body = re.sub(r"bitnet::\w+::\(anonymous namespace\)::", "", start[1]), []

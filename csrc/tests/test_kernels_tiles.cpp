@@ -17,6 +17,7 @@ namespace bitnet::test {
 namespace {
 
 constexpr int64_t kLargestK = 32768, kMostTokens = 70;
+constexpr int kPanel = 32;  // tokens for which every ISA that decodes to memory does so
 
 std::size_t at(int64_t i) { return static_cast<std::size_t>(i); }
 
@@ -173,16 +174,16 @@ void worst_cases(TileTest& test, const KernelTable& table, int64_t fields) {
     for (const int code : {0, 1, 2}) {
       for (const int activation : {127, -128}) {
         const Problem p = make_problem(
-            table, fields, k, 1, 6, [&](int64_t, int64_t) { return code; },
+            table, fields, k, 1, kPanel, [&](int64_t, int64_t) { return code; },
             [&](int64_t, int64_t) { return static_cast<int8_t>(activation); });
         CHECK(p.answer[0] == k * (int64_t{code} - 1) * activation, "the reference is wrong");
-        for (const int64_t tokens : {1, 3, 6}) test.run(table, p, 0, tokens, 0);
+        for (const int64_t tokens : {1, 3, 6, kPanel}) test.run(table, p, 0, tokens, 0);
       }
     }
     const Problem swing = make_problem(
-        table, fields, k, 1, 6, [](int64_t, int64_t i) { return i / 256 % 2 == 0 ? 2 : 0; },
+        table, fields, k, 1, kPanel, [](int64_t, int64_t i) { return i / 256 % 2 == 0 ? 2 : 0; },
         [](int64_t, int64_t i) { return static_cast<int8_t>(i / 64 % 3 == 0 ? 127 : -128); });
-    for (const int64_t tokens : {1, 6}) test.run(table, swing, 0, tokens, 0);
+    for (const int64_t tokens : {1, 6, kPanel}) test.run(table, swing, 0, tokens, 0);
   }
 }
 
@@ -190,7 +191,7 @@ void worst_cases(TileTest& test, const KernelTable& table, int64_t fields) {
 void all_base3_bytes(TileTest& test, const KernelTable& table) {
   constexpr int64_t kPowers[] = {81, 27, 9, 3, 1};
   const int64_t lanes = table.tile_lanes;
-  for (const int64_t tokens : {1, 2, 4}) {
+  for (const int64_t tokens : {1, 2, 4, kPanel}) {
     const Problem p = make_problem(
         table, 5, 256, 1, tokens,
         [&](int64_t n, int64_t i) {

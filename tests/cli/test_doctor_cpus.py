@@ -17,6 +17,7 @@ AVX2 = ("avx2", "fma", "f16c")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni")
 MORE = ("avx512_vbmi", "avx512_bf16")
 AMX = ("amx_tile", "amx_int8", "amx_bf16")
+ARM = ["neon_i8mm", "neon_dotprod", "scalar"]
 X86 = ["amx_int8", "avx512_vnni", "avx_vnni", "avx2", "scalar"]
 NEEDED = {
     "scalar": (),
@@ -25,6 +26,7 @@ NEEDED = {
     "avx512_vnni": AVX512,
     "amx_int8": (*AVX512, "amx_tile", "amx_int8"),
     "neon_dotprod": ("neon_dotprod",),
+    "neon_i8mm": ("neon_dotprod", "neon_i8mm"),
 }
 # kind -> (ISAs of the build, features, BITNET_OPS_ISA, what the CPU says of AMX, ISA in use)
 KINDS: dict[str, tuple[list[str], tuple[str, ...], str | None, bool, str]] = {
@@ -37,9 +39,9 @@ KINDS: dict[str, tuple[list[str], tuple[str, ...], str | None, bool, str]] = {
     "amx-not-asked": (X86, (*AVX512, "avx_vnni", *MORE), "avx2", True, "avx2"),
     "amx-unused": (X86, (*AVX512, "avx_vnni", *MORE, *AMX), "avx2", True, "avx2"),
     "amx-bf16-only": (X86, (*AVX512, "amx_tile", "amx_bf16"), None, True, "avx512_vnni"),
-    "arm": (["neon_dotprod", "scalar"], ("neon", "neon_dotprod", "neon_i8mm"), None, False,
-            "neon_dotprod"),
-    "arm-old": (["neon_dotprod", "scalar"], ("neon",), None, False, "scalar"),
+    "arm": (ARM, ("neon", "neon_dotprod", "neon_i8mm"), None, False, "neon_i8mm"),
+    "arm-dotprod": (ARM, ("neon", "neon_dotprod"), None, False, "neon_dotprod"),
+    "arm-old": (ARM, ("neon",), None, False, "scalar"),
 }  # fmt: skip
 AMX_LINE = {
     "amx": "permission granted; in use: amx_int8",

@@ -31,6 +31,7 @@ _FLAGS = {
         "amx_tile", "amx_int8",
     },
     "neon_dotprod": {"asimd", "asimddp"},
+    "neon_i8mm": {"asimd", "asimddp", "i8mm"},
 }  # fmt: skip
 
 
@@ -52,7 +53,7 @@ def _isas_of_this_cpu() -> set[str]:
     return {
         isa
         for isa, needed in _FLAGS.items()
-        if needed <= flags and (isa == "scalar" or on_arm == (isa == "neon_dotprod"))
+        if needed <= flags and (isa == "scalar" or on_arm == isa.startswith("neon"))
     }
 
 

@@ -180,6 +180,11 @@ struct MatrixUnit {
   static constexpr int64_t kFromTokens = 0;  // never
 };
 
+// No unit that multiplies two rows with two tokens; neon_i8mm.h has one and shows what it must hold.
+struct TokenPairs {
+  static constexpr bool kHere = false;
+};
+
 // ---- canonical rows
 // ------------------------------------------------------------------------------ A k-step is
 // kStepBlocks weight blocks of a row.  Raw holds its bytes; codes<F> takes field F out (0 = bits

@@ -29,6 +29,11 @@ void ternary_gemm(const uint8_t* weight, int64_t row_bytes, int64_t row_begin, i
       rows_panel<CanonicalRows>(w, row_bytes, n, x, x_stride, x_sum, tokens, out, out_stride);
     }
   }
+  if constexpr (TokenPairs::kHere) {
+    n = rows / kPairRows * kPairRows;
+    rows_pairs<TokenPairs>(w, row_bytes, n, x, x_stride, x_sum, tokens, prefetch_bytes, out,
+                           out_stride);
+  }
   if (n == rows) return;
   for (int64_t t = 0; t < tokens; t += kTokenBlock) {
     const int64_t count = tokens - t < kTokenBlock ? tokens - t : kTokenBlock;
@@ -53,7 +58,7 @@ void any_tile_gemm(const TileJob& job) {
     if (takes_panel<DP>(job.tokens, job.shared_ports)) return tiles_panel<DP>(job);
   }
   constexpr int kTokens = DN::kTokens;
-  for_token_groups<kTokens>(job.tokens, [&]<int T>(int64_t token) {
+  for_token_groups<kTokens, kTokensTogether<DN>>(job.tokens, [&]<int T>(int64_t token) {
     if constexpr (HasWide<DN, T>) {
       if (!job.shared_ports) return tiles_direct<typename WideOr<DN>::Type, T>(job, token);
     }
@@ -72,9 +77,9 @@ void tile_gemm(const TileJob& job) {
     if (takes_matrix<MatrixUnit>(job)) return tiles_matrix<MatrixUnit>(job, nullptr);
   }
   if (job.format == layout::WeightFormat::kBase3) {
-    return any_tile_gemm<Base3, Base3, Base3Digits>(job);
+    return any_tile_gemm<Base3, Several::Thirds, Several::ThirdsDigits>(job);
   }
-  any_tile_gemm<TwoBit, TwoBit, TwoBitPlain>(job);
+  any_tile_gemm<TwoBit, Several::TwoBits, Several::TwoBitsPlain>(job);
 }
 
 void tile_product(const TileJob& job, const EpilogueJob& epilogue) {

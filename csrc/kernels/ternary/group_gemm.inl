@@ -108,7 +108,7 @@ template <class D, int T, int kPlanes, class S>
   constexpr int kRows = T * kPlanes, kParts = D::kDots * kRows;
   // sums of several blocks need as many registers again
   constexpr bool kInRegisters =
-      D::kFlush >= kMostGroupSteps ? kParts <= kTileAccs : 2 * kParts <= kTileAccs;
+      !TakesPairs<D> && (D::kFlush >= kMostGroupSteps ? 1 : 2) * kParts <= kTileAccs;
   const GroupJob& job = tile.job;
   const int64_t group_steps = job.group_steps, ahead = job.prefetch_bytes;
   for (int64_t g = 0, s = 0; s < job.k_steps; ++g, s += group_steps) {
@@ -260,7 +260,8 @@ void any_group_gemm(const GroupJob& job) {
       return tiles_groups_panel<DP, kPlanes, S>(job);
   }
   constexpr int kTokens = DN::kTokens < kPlanes ? 1 : DN::kTokens / kPlanes;
-  for_token_groups<kTokens>(job.tokens, [&]<int T>(int64_t token) {
+  constexpr int kTogether = kPlanes == 1 ? kTokensTogether<DN> : 1;
+  for_token_groups<kTokens, kTogether>(job.tokens, [&]<int T>(int64_t token) {
     if constexpr (HasWide<DN, T * kPlanes>) {
       if (!job.shared_ports)
         return tiles_groups<typename WideOr<DN>::Type, T, kPlanes, S>(job, token);
@@ -272,8 +273,8 @@ void any_group_gemm(const GroupJob& job) {
 template <int kPlanes, class S>
 void group_gemm_as(const GroupJob& job) {
   if (job.format == layout::WeightFormat::kBase3)
-    return any_group_gemm<Base3, Base3, Base3Digits, kPlanes, S>(job);
-  any_group_gemm<TwoBit, TwoBit, TwoBitPlain, kPlanes, S>(job);
+    return any_group_gemm<Base3, Several::Thirds, Several::ThirdsDigits, kPlanes, S>(job);
+  any_group_gemm<TwoBit, Several::TwoBits, Several::TwoBitsPlain, kPlanes, S>(job);
 }
 
 void group_gemm(const GroupJob& job) {

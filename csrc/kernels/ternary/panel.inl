@@ -38,6 +38,7 @@ void fill_panel(const uint8_t* w, int64_t count, int64_t ahead, Panel<D>& panel)
 // tile_dot keeps its part in place by itself.  Not inlined: in one large function g++ 12 gives up
 // on keeping parts in registers.
 template <class D, int F0, int FN, int T>
+  requires(!TakesPairs<D>)
 [[gnu::noinline]] void add_panel(const uint8_t (*codes)[D::kFields][kStepBytes], int64_t count,
                                  bool first, const int8_t* x, int64_t x_stride,
                                  int32_t (*sums)[D::kFields][kTileLanes]) {
@@ -70,7 +71,7 @@ template <class D>
 void add_panel_rows(Panel<D>& panel, int64_t from, int64_t count, bool first, const int8_t* x,
                     int64_t x_stride, int64_t rows) {
   constexpr int kOnce = PanelPass<D>::kFields;
-  for_token_groups<PanelPass<D>::kRows>(rows, [&]<int R>(int64_t row) {
+  for_token_groups<PanelPass<D>::kRows, kTokensTogether<D>>(rows, [&]<int R>(int64_t row) {
     const int8_t* at = x + row * x_stride;
     add_panel<D, 0, kOnce, R>(panel.codes + from, count, first, at, x_stride, panel.sums + row);
     if constexpr (kOnce < D::kFields) {

@@ -118,12 +118,14 @@ template <int kLargest, class F>
 }
 
 // Cuts tokens into the fewest groups of at most kLargest, as equal as can be, so that more tokens
-// never cost less.
-template <int kLargest, class F>
+// never cost less.  kTogether tokens cost as much as one of them and are not parted.
+template <int kLargest, int kTogether = 1, class F>
 inline void for_token_groups(int64_t tokens, const F& f) {
   const int64_t groups = (tokens + kLargest - 1) / kLargest;
   for (int64_t g = 0, at = 0; g < groups; ++g) {
-    const int64_t size = (tokens - at + groups - g - 1) / (groups - g);
+    const int64_t left = groups - g, parts = (tokens - at + kTogether - 1) / kTogether;
+    const int64_t whole = (parts + left - 1) / left * kTogether;
+    const int64_t size = whole < tokens - at ? whole : tokens - at;
     with_tokens<kLargest>(size, [&]<int T>() { f.template operator()<T>(at); });
     at += size;
   }
