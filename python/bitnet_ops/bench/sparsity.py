@@ -149,10 +149,8 @@ def plot(found: Report, file: Path) -> None:
             x = [row["zeros"] for row in rows]
             axes.plot(x, [row["times_dense"]["median"] for row in rows], "o-", label=policy)
         axes.axhline(1, color="grey", linewidth=0.8)
-        axes.set(
-            xlabel="codes of down's input that are 0",
-            title=f"{count} thread{'s' if count > 1 else ''}",
-        )
+        title = f"{count} thread{'s' if count > 1 else ''}"
+        axes.set(xlabel="codes of down's input that are 0", title=title)
         axes.grid(alpha=0.3)
     fields[0].set_ylabel("speed of a decode step, dense = 1")
     fields[0].legend(frameon=False, fontsize=8)

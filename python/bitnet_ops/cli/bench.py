@@ -374,7 +374,7 @@ def sparsity_settings(args: argparse.Namespace) -> SparsitySettings:
     from bitnet_ops.bench.sparsity import SHARES, SparsitySettings
 
     parse_words("--dummy", args.dummy, list(CONFIGS))
-    shares = SHARES if not args.quick else (0.0, 0.9)
+    shares: tuple[float, ...] = SHARES if not args.quick else (0.0, 0.9)
     if args.zeros is not None:
         try:
             shares = tuple(float(word) for word in args.zeros.split(","))

@@ -32,7 +32,7 @@ def count(least: int, *, required: bool = False) -> Key:
 def keys_of(
     kind: str, rest: str, keys: Mapping[str, Key], fail: Callable[[str, object], NoReturn]
 ) -> tuple[tuple[str, Number], ...]:
-    """The keys behind a kind's colon, in the order of `keys`; a first bare number is that of `kind`.
+    """The keys behind a kind's colon, ordered as `keys`; a bare first number is that of `kind`.
 
     `fail(expected, got)` raises.
     """
