@@ -180,7 +180,8 @@ struct MatrixUnit {
   static constexpr int64_t kFromTokens = 0;  // never
 };
 
-// No unit that multiplies two rows with two tokens; neon_i8mm.h has one and shows what it must hold.
+// No unit that multiplies two rows with two tokens; neon_i8mm.h has one and shows what it must
+// hold.
 struct TokenPairs {
   static constexpr bool kHere = false;
 };
