@@ -122,6 +122,14 @@ BITNET_EMULATED simde__m256i cvtepi32_epi16(simde__m512i a) {
   const auto x = simde__m512i_to_private(a);
   BITNET_LANES(__m256i, i16, 16, static_cast<int16_t>(x.i32[i]));
 }
+BITNET_EMULATED simde__m512i cvtepi8_epi32(simde__m128i a) {
+  const auto x = simde__m128i_to_private(a);
+  BITNET_LANES(__m512i, i32, 16, static_cast<int32_t>(x.i8[i]));
+}
+BITNET_EMULATED simde__m128i cvtepi32_epi8(simde__m512i a) {
+  const auto x = simde__m512i_to_private(a);
+  BITNET_LANES(__m128i, i8, 16, static_cast<int8_t>(x.i32[i]));
+}
 BITNET_EMULATED simde__m512d cvtps_pd(simde__m256 a) {
   const auto x = simde__m256_to_private(a);
   BITNET_LANES(__m512d, f64, 8, static_cast<double>(x.f32[i]));
@@ -233,6 +241,10 @@ BITNET_EMULATED unsigned cmpeq_epi16_mask(simde__m256i a, simde__m256i b) {
 #define _mm512_cvtepu16_epi32 emulated::cvtepu16_epi32
 #undef _mm512_cvtepi32_epi16
 #define _mm512_cvtepi32_epi16 emulated::cvtepi32_epi16
+#undef _mm512_cvtepi8_epi32
+#define _mm512_cvtepi8_epi32 emulated::cvtepi8_epi32
+#undef _mm512_cvtepi32_epi8
+#define _mm512_cvtepi32_epi8 emulated::cvtepi32_epi8
 #undef _mm512_cvtps_pd
 #define _mm512_cvtps_pd emulated::cvtps_pd
 #undef _mm512_zextsi256_si512
