@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cmath>
 #include <cstring>
 
@@ -26,17 +27,6 @@ constexpr int64_t kReadingRows = 4;  // reading a chunk takes as long as so many
 constexpr int64_t kMostPartitions = 256;
 
 int64_t chunks_of(int64_t positions) { return (positions + kAttentionChunk - 1) / kAttentionChunk; }
-
-// ceil(ratio * pages); a ratio is a rounded number.
-int64_t share_of(double ratio, int64_t pages) {
-  return static_cast<int64_t>(std::ceil(ratio * static_cast<double>(pages) * (1 - 1e-6)));
-}
-
-// Those that are read whatever their scores.
-int64_t fewest_pages(const AttentionPolicy& policy, int64_t pages) {
-  return std::min(policy.sinks / kAttentionChunk + (policy.sinks % kAttentionChunk != 0) + 1,
-                  pages);
-}
 
 }  // namespace
 
@@ -88,7 +78,8 @@ void AttentionPlan::make_groups() {
   pieces_.clear();
   choosing_.clear();
   pages_read_.assign(static_cast<size_t>(shape_.policy.chooses() ? sequences_.count : 0), 0);
-  choice_ints_ = most_pages_ = 0;
+  chosen_pieces_ = most_pages_ = most_choosing_ = 0;
+  reads_by_token_ = false;
   most_rows_ = 0;
   int64_t longest = 0;
   for (int64_t s = 0; s < sequences_.count; ++s) {
@@ -101,17 +92,17 @@ void AttentionPlan::make_groups() {
       for (int64_t i = 1; shape_.policy.sinks > 0 && i < count; ++i) {
         if (sees_all(position + i) != sees_all(position)) count = i;
       }
-      const bool choice = chooses(position);
-      if (choice) count = 1;
+      const bool choice = chooses_pages(shape_.policy, position);
+      if (choice) count = std::min(count, kChoosingTokens);
       for (int64_t i = 1; shape_.policy.chooses() && i < count; ++i) {
-        if (chooses(position + i)) count = i;
+        if (chooses_pages(shape_.policy, position + i) != choice) count = i;
       }
       const auto first_piece = static_cast<int64_t>(pieces_.size());
       if (!choice) add_pieces(position, count);
       const int64_t pieces = static_cast<int64_t>(pieces_.size()) - first_piece;
       for (int64_t h = 0; h < shape_.kv_heads; ++h) {
-        groups_.push_back(
-            {s, h, sequences_.query_start[s] + t, count, position, first_piece, pieces});
+        groups_.push_back({s, h, sequences_.query_start[s] + t, count, position, first_piece,
+                           pieces, count * rows_per_token_ * pieces});
         if (choice) add_choice(groups_.back());
       }
       most_rows_ = std::max(most_rows_, count * rows_per_token_);
@@ -126,28 +117,16 @@ void AttentionPlan::make_groups() {
   gathers_ = !in_place && (!whole_chunks || !evenly_strided_);
 }
 
-// Whether a token reads some pages of many.
-bool AttentionPlan::chooses(int64_t position) const {
-  const int64_t pages = position / kAttentionChunk + 1;
-  const AttentionPolicy& policy = shape_.policy;
-  const bool fixed = policy.threshold == 0 && policy.min_ratio == policy.max_ratio;
-  return policy.chooses() && position >= policy.dense_below && pages > 2 &&
-         !(fixed && most_pages(pages) == pages);
-}
-
-// How many a token reads at most, its own page included.
-int64_t AttentionPlan::most_pages(int64_t pages) const {
-  const AttentionPolicy& policy = shape_.policy;
-  if (policy.threshold > 0) return pages;
-  return std::clamp(share_of(policy.max_ratio, pages), fewest_pages(policy, pages), pages);
-}
-
 void AttentionPlan::add_choice(Group& group) {
-  const int64_t pages = group.position / kAttentionChunk + 1;
-  group.pieces = most_pages(pages);
-  group.choice = choice_ints_;
-  choice_ints_ += 1 + group.pieces;
+  const int64_t pages = (group.position + group.tokens - 1) / kAttentionChunk + 1;
+  const int64_t most = group.tokens * most_pages_read(shape_.policy, pages);
+  group.pieces = std::min(pages, most);
+  group.row_pieces = most * rows_per_token_;
+  group.choice = chosen_pieces_;
+  chosen_pieces_ += 1 + group.pieces;
   most_pages_ = std::max(most_pages_, pages);
+  most_choosing_ = std::max(most_choosing_, group.tokens);
+  reads_by_token_ = reads_by_token_ || reads_by_token(group);
   choosing_.push_back(static_cast<int32_t>(groups_.size() - 1));
 }
 
@@ -176,7 +155,7 @@ void AttentionPlan::add_pieces(int64_t position, int64_t tokens) {
 }
 
 int64_t AttentionPlan::cost_of(const Group& group) const {
-  return group.pieces * (rows_of(group) + kReadingRows);
+  return group.row_pieces + group.pieces * kReadingRows;
 }
 
 void AttentionPlan::make_tasks(int64_t threads) {
@@ -211,21 +190,31 @@ void AttentionPlan::make_tasks(int64_t threads) {
 }
 
 // A counter for each split group, before the states; whole cache lines.
-int64_t AttentionPlan::counter_floats() const { return (split_groups_ + 15) / 16 * 16; }
+int64_t AttentionPlan::counter_floats() const { return whole_lines(split_groups_); }
 
-// A group's query rows, a row of output, a chunk's rows put together, the kernel's scratch, and the
-// states of a group so far and of a chunk.
+// A group's query rows, those of some of its tokens, a row of output, a chunk's rows put together,
+// the kernel's scratch, and the states of a group so far and of a chunk.
 int64_t AttentionPlan::thread_floats() const {
-  return std::max(choosing_floats(), query_floats() + attention_padded(shape_.dim) +
-                                         gathered_floats() +
+  const int64_t queries = query_floats() * (reads_by_token_ ? 2 : 1);
+  return std::max(choosing_floats(), queries + attention_padded(shape_.dim) + gathered_floats() +
                                          attention_scratch_floats(most_rows_, shape_.dim) +
                                          2 * most_rows_ * state_floats());
 }
 
-// Of choose(): the sums over queries, the queries, scores, weights and an order of pages.
+AttentionPlan::ChoosingMemory AttentionPlan::choosing_memory(BumpAllocator& memory) const {
+  const int64_t tokens = std::max(most_choosing_, shape_.kv_heads);
+  return {.queries = memory.take<float>(rows_per_token_ * shape_.dim),
+          .sums = memory.take<float>(tokens * 2 * shape_.dim),
+          .scores = memory.take<float>(tokens * attention_padded(most_pages_)),
+          .tokens = memory.take<uint64_t>(most_pages_),
+          .ids = memory.take<int32_t>(most_pages_),
+          .pages = PageMemory::take(memory, most_pages_)};
+}
+
 int64_t AttentionPlan::choosing_floats() const {
-  return attention_padded(2 * shape_.dim) + attention_padded(rows_per_token_ * shape_.dim) +
-         3 * attention_padded(most_pages_);
+  BumpAllocator memory(nullptr);
+  if (!choosing_.empty()) choosing_memory(memory);
+  return memory.used() / static_cast<int64_t>(sizeof(float));
 }
 
 int64_t AttentionPlan::query_floats() const {
@@ -383,18 +372,32 @@ int64_t AttentionPlan::rows_up_to(const Group& group, const Piece& piece) const 
   return std::min(group.tokens, last - group.position + 1) * rows_per_token_;
 }
 
-// States of the rows that see any of the piece: [rows_before, rows_up_to).
+// States of the rows that see any of the piece: [rows_before, rows_up_to), or of one that was
+// chosen by tokens those of its tokens, from the first state on.
 void AttentionPlan::attend(const KernelTable& table, const AttentionBuffers& buffers,
                            const Group& group, const Piece& piece, const Next& next,
                            const Query& query, float* own, float* states) const {
   const int64_t begin = piece.begin();
-  const int64_t skipped = rows_before(group, piece);
+  Query read = query;
+  int64_t first = rows_before(group, piece), count = rows_up_to(group, piece) - first;
+  if (reads_by_token(group)) {
+    read = rows_of_tokens(query, piece.tokens, tokens_at(own));
+    // Whoever stands in the page reads it: the tokens up to its end are neighbours, and behind it
+    // everything is visible. So what a row sees follows from its place.
+    first = std::countr_zero(piece.tokens) * rows_per_token_;
+    count = std::popcount(piece.tokens) * rows_per_token_;
+  } else if (read.rows != nullptr) {
+    read.rows += first * shape_.dim;
+  } else {
+    read.wide += first * wide_padded(shape_.dim);
+    read.scale += first;
+  }
   const int64_t positions = positions_of(group, piece);
   const ChunkRows rows = rows_of_piece(buffers.pool, group, piece, gathered_at(own));
   const bool int8 = shape_.pool.scaled();
   AttentionChunk chunk = {
-      .query = int8 ? nullptr : query.rows + skipped * shape_.dim,
-      .rows = rows_up_to(group, piece) - skipped,
+      .query = read.rows,
+      .rows = count,
       .dim = shape_.dim,
       .rows_per_token = rows_per_token_,
       .type = shape_.pool.type,
@@ -402,13 +405,12 @@ void AttentionPlan::attend(const KernelTable& table, const AttentionBuffers& buf
       .values = rows.values,
       .stride_bytes = rows.stride_bytes,
       .positions = positions,
-      .first_visible = group.position + 1 + skipped / rows_per_token_ - begin,
+      .first_visible = group.position + 1 + first / rows_per_token_ - begin,
       .scale = shape_.scale,
       .next = keys_in_place(buffers.pool, next),
       .pair_unit = pair_unit_,
       .matrix_unit = matrix_unit_,
-      .int8 = int8 ? Int8Attention{query.wide + skipped * wide_padded(shape_.dim),
-                                   query.scale + skipped, rows.key_scale, rows.value_scale}
+      .int8 = int8 ? Int8Attention{read.wide, read.scale, rows.key_scale, rows.value_scale}
                    : Int8Attention{},
       .layout = shape_.pool.layout,
   };
@@ -422,7 +424,44 @@ void AttentionPlan::attend(const KernelTable& table, const AttentionBuffers& buf
       find_panels(pool, pool.values, *next.group, next.piece, chunk.panels.next_values);
     }
   }
-  table.attend_chunk(chunk, scratch_at(own), states + skipped * state_floats());
+  if (!reads_by_token(group)) states += first * state_floats();
+  table.attend_chunk(chunk, scratch_at(own), states);
+}
+
+AttentionPlan::Query AttentionPlan::rows_of_tokens(const Query& query, uint64_t tokens,
+                                                   float* memory) const {
+  const int64_t n = rows_per_token_, dim = shape_.dim, wide = wide_padded(dim);
+  const int first = std::countr_zero(tokens), count = std::popcount(tokens);
+  const auto from = [&](int64_t token) -> Query {
+    if (query.rows != nullptr) return {query.rows + token * n * dim, nullptr, nullptr};
+    return {nullptr, query.wide + token * n * wide, query.scale + token * n};
+  };
+  if (std::countr_one(tokens >> first) == count) return from(first);
+  const Query to = query_at(memory);
+  for (int64_t i = 0; tokens != 0; tokens &= tokens - 1, ++i) {
+    const Query row = from(std::countr_zero(tokens));
+    if (row.rows != nullptr) {
+      std::copy_n(row.rows, n * dim, to.rows + i * n * dim);
+    } else {
+      std::copy_n(row.wide, n * wide, to.wide + i * n * wide);
+      std::copy_n(row.scale, n, to.scale + i * n);
+    }
+  }
+  return to;
+}
+
+void AttentionPlan::merge_tokens(const KernelTable& table, uint64_t tokens, const float* later,
+                                 uint64_t& begun, float* states) const {
+  const int64_t floats = rows_per_token_ * state_floats();
+  for (uint64_t left = tokens; left != 0; left &= left - 1, later += floats) {
+    float* to = states + std::countr_zero(left) * floats;
+    if ((begun & left & -left) != 0) {
+      table.merge_attention(rows_per_token_, shape_.dim, later, to);
+    } else {
+      std::copy_n(later, floats, to);
+    }
+  }
+  begun |= tokens;
 }
 
 // The states of a piece into those of all pieces before it; of rows that see none of these, the
@@ -453,86 +492,95 @@ void AttentionPlan::add_page_counts(int64_t layers) const {
   for (const Group& group : groups_) {
     const int64_t pages = chunks_of(group.position + group.tokens);
     auto& [read, all] = counts[static_cast<size_t>(group.sequence)];
-    all += layers * group.tokens * pages;
-    if (group.choice < 0) read += layers * group.tokens * std::min(group.pieces, pages);
+    if (group.choice < 0) {
+      all += layers * group.tokens * pages;
+      read += layers * group.tokens * std::min(group.pieces, pages);
+      continue;
+    }
+    for (int64_t t = 1; t <= group.tokens; ++t) all += layers * chunks_of(group.position + t);
   }
   for (size_t s = 0; s < pages_read_.size(); ++s) counts[s].first += pages_read_[s];
 }
 
 void AttentionPlan::choose(const KernelTable& table, const AttentionBuffers& buffers, int64_t begin,
                            int64_t end, float* shared, float* own) const {
-  for (int64_t i = begin; i < end; ++i) {
-    const Group& group = groups_[static_cast<size_t>(choosing_[static_cast<size_t>(i)])];
-    choose(table, buffers, group, choice_of(group, shared), own);
+  BumpAllocator allocator(reinterpret_cast<char*>(own));
+  const ChoosingMemory memory = choosing_memory(allocator);
+  const auto group = [this](size_t i) -> const Group& {
+    return groups_[static_cast<size_t>(choosing_[i])];
+  };
+  const auto last = static_cast<size_t>(end);
+  for (auto i = static_cast<size_t>(begin); i < last;) {
+    size_t j = i + 1;
+    while (j < last && group(i).tokens == 1 && group(j).token == group(i).token) ++j;
+    choose(table, buffers, i, j, shared, memory);
+    i = j;
   }
 }
 
-// max(q * most, q * least) added over the queries is Q+ * most + Q- * least, Q+ the sum of positive
-// queries and Q- that of the others: one dot product a page, in the lane order of head_dense.
-void AttentionPlan::choose(const KernelTable& table, const AttentionBuffers& buffers,
-                           const Group& group, int32_t* choice, float* own) const {
-  const AttentionPolicy& policy = shape_.policy;
+// The bounds of a page lie side by side for all KV heads: read for several, they are a stream.
+void AttentionPlan::choose(const KernelTable& table, const AttentionBuffers& buffers, size_t first,
+                           size_t last, float* shared, const ChoosingMemory& memory) const {
   const CachePool& pool = buffers.pool;
   const int64_t dim = shape_.dim, per_block = pool.block_size / kAttentionChunk;
-  const int64_t pages = group.position / kAttentionChunk + 1, others = pages - 1;
-  float *sums = own, *queries = sums + attention_padded(2 * dim),
-        *scores = queries + attention_padded(rows_per_token_ * dim),
-        *weights = scores + attention_padded(most_pages_);
-  auto* order = reinterpret_cast<int32_t*>(weights + attention_padded(most_pages_));
-  const int64_t first = (group.token * shape_.kv_heads + group.kv_head) * rows_per_token_ * dim;
-  table.load_row(shape_.query_type,
-                 offset_bytes(buffers.query, first * element_size(shape_.query_type)),
-                 rows_per_token_ * dim, queries);
-  std::fill_n(sums, 2 * dim, 0.0f);
-  for (int64_t i = 0; i < rows_per_token_ * dim; ++i) {
-    const float q = queries[i] * shape_.scale;
-    sums[(q > 0 ? 0 : dim) + i % dim] += q;
+  const int64_t stride = attention_padded(most_pages_);
+  const auto group = [this](size_t i) -> const Group& {
+    return groups_[static_cast<size_t>(choosing_[i])];
+  };
+  const int64_t tokens = group(first).tokens;
+  float* sums = memory.sums;
+  for (size_t i = first; i < last; ++i) {
+    for (int64_t t = 0; t < tokens; ++t, sums += 2 * dim) {
+      const int64_t at =
+          ((group(i).token + t) * shape_.kv_heads + group(i).kv_head) * rows_per_token_ * dim;
+      table.load_row(shape_.query_type,
+                     offset_bytes(buffers.query, at * element_size(shape_.query_type)),
+                     rows_per_token_ * dim, memory.queries);
+      add_queries(memory.queries, rows_per_token_, dim, shape_.scale, sums);
+    }
   }
-  const int64_t* blocks = sequences_.blocks(group.sequence);
-  const auto bounds_of = [&](int64_t page) {
-    return pool.bounds.at(blocks[page / per_block], page % per_block, group.kv_head);
+  const int64_t* blocks = sequences_.blocks(group(first).sequence);
+  const auto bounds_of = [&](int64_t page, const Group& of) {
+    return pool.bounds.at(blocks[page / per_block], page % per_block, of.kv_head);
   };
   constexpr int64_t kAhead = 4;
+  const int64_t others = (group(first).position + tokens - 1) / kAttentionChunk;
   for (int64_t page = 0; page < others; ++page) {
-    for (int64_t i = 0; page + kAhead < others && i < 4 * dim; i += 64)
-      __builtin_prefetch(bounds_of(page + kAhead) + i);
-    float& score = scores[page];
-    table.head_dense(sums, 1, DType::kBF16, bounds_of(page), 2 * dim, 0, 1, {0}, &score, 1);
-    if (score != score) score = INFINITY;  // to be read, so that it is seen
-    order[page] = static_cast<int32_t>(page);
-  }
-  const int64_t fewest = fewest_pages(policy, pages), sinks = fewest - 1;
-  int64_t count = share_of(policy.max_ratio, pages);
-  const bool weighs = policy.threshold > 0 || policy.min_ratio != policy.max_ratio;
-  const float top = table.max_row(scores, others);
-  if (weighs && std::isfinite(top)) {
-    const float inv = 1.0f / static_cast<float>(rows_per_token_);
-    const double sum = table.exp_row(scores, others, top, inv, weights);
-    if (policy.threshold > 0) {
-      count = fewest;
-      for (int64_t page = sinks; page < others; ++page) count += weights[page] >= policy.threshold;
-    } else {
-      double entropy = std::log(sum);
-      for (int64_t page = 0; page < others; ++page)
-        entropy += static_cast<double>(weights[page]) / sum * inv *
-                   (static_cast<double>(top) - static_cast<double>(scores[page]));
-      const double spread = std::clamp(entropy / std::log(static_cast<double>(others)), 0.0, 1.0);
-      count = share_of(policy.min_ratio + (policy.max_ratio - policy.min_ratio) * spread, pages);
+    for (size_t i = first; i < last; ++i) {
+      for (int64_t at = 0; page + kAhead < others && at < 4 * dim; at += 64)
+        __builtin_prefetch(bounds_of(page + kAhead, group(i)) + at);
+      const int64_t row = static_cast<int64_t>(i - first) * tokens;
+      table.head_dense(memory.sums + row * 2 * dim, tokens, DType::kBF16, bounds_of(page, group(i)),
+                       2 * dim, 0, 1, {0}, memory.scores + row * stride + page, stride);
     }
-  } else if (weighs) {
-    count = pages;
   }
-  count = std::clamp(count, fewest, most_pages(pages));
-  const int64_t best = count - 1 - sinks;  // by their scores
-  std::nth_element(order + sinks, order + sinks + best, order + others, [&](int32_t a, int32_t b) {
-    return scores[a] != scores[b] ? scores[a] > scores[b] : a < b;
-  });
-  std::sort(order + sinks, order + sinks + best);
-  choice[0] = static_cast<int32_t>(count);
-  std::copy_n(order, sinks + best, choice + 1);
-  choice[count] = static_cast<int32_t>(others);
+  for (size_t i = first; i < last; ++i) {
+    float* scores = memory.scores + static_cast<int64_t>(i - first) * tokens * stride;
+    list_choice(table, group(i), scores, choice_of(group(i), shared), memory);
+  }
+}
+
+// scores: of the group's tokens, attention_padded(most_pages_) apart.
+void AttentionPlan::list_choice(const KernelTable& table, const Group& group, float* scores,
+                                Piece* choice, const ChoosingMemory& memory) const {
+  const int64_t pages = (group.position + group.tokens - 1) / kAttentionChunk + 1;
+  std::fill_n(memory.tokens, pages, uint64_t{0});
+  int64_t read = 0;
+  for (int64_t t = 0; t < group.tokens; ++t) {
+    const int64_t count = choose_pages(
+        table, shape_.policy, rows_per_token_, scores + t * attention_padded(most_pages_),
+        (group.position + t) / kAttentionChunk + 1, memory.pages, memory.ids);
+    for (int64_t i = 0; i < count; ++i) memory.tokens[memory.ids[i]] |= uint64_t{1} << t;
+    read += count;
+  }
+  int32_t pieces = 0;
+  for (int64_t page = 0; page < pages; ++page) {
+    if (memory.tokens[page] == 0) continue;
+    choice[++pieces] = {static_cast<int32_t>(page), Piece::kAll, memory.tokens[page]};
+  }
+  choice[0] = {pieces, Piece::kAll};
   std::atomic_ref<int64_t>(pages_read_[static_cast<size_t>(group.sequence)])
-      .fetch_add(count, std::memory_order_relaxed);
+      .fetch_add(read, std::memory_order_relaxed);
 }
 
 void AttentionPlan::run(const KernelTable& table, const AttentionBuffers& buffers, int64_t begin,
@@ -574,21 +622,35 @@ void AttentionPlan::run_chunk(const KernelTable& table, const AttentionBuffers& 
   std::atomic_ref<int32_t> left(reinterpret_cast<int32_t*>(shared)[group.counter]);
   if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
   left.store(static_cast<int32_t>(group.pieces), std::memory_order_relaxed);
-  for (int64_t i = 1; i < pieces; ++i) merge(table, group, i, states_of(i), states, shared);
+  if (reads_by_token(group)) {
+    uint64_t begun = 0;
+    float* all = states_at(own);
+    for (int64_t i = 0; i < pieces; ++i)
+      merge_tokens(table, piece_of(group, i, shared).tokens, states_of(i), begun, all);
+    states = all;
+  } else {
+    for (int64_t i = 1; i < pieces; ++i) merge(table, group, i, states_of(i), states, shared);
+  }
   store_out(table, buffers, group, states, row_at(own));
 }
 
 void AttentionPlan::run_group(const KernelTable& table, const AttentionBuffers& buffers,
                               const Group& group, const Query& query, float* shared,
                               float* own) const {
-  float* states = scratch_at(own) + attention_scratch_floats(most_rows_, shape_.dim);
+  float* states = states_at(own);
   float* later = states + rows_of(group) * state_floats();
   const int64_t pieces = pieces_of(group, shared);
+  const bool by_token = reads_by_token(group);
+  uint64_t begun = 0;
   for (int64_t i = 0; i < pieces; ++i) {
     const Next next = i + 1 == pieces ? Next{} : Next{&group, piece_of(group, i + 1, shared)};
-    attend(table, buffers, group, piece_of(group, i, shared), next, query, own,
-           i == 0 ? states : later);
-    if (i > 0) merge(table, group, i, later, states, shared);
+    const Piece piece = piece_of(group, i, shared);
+    attend(table, buffers, group, piece, next, query, own, i == 0 && !by_token ? states : later);
+    if (by_token) {
+      merge_tokens(table, piece.tokens, later, begun, states);
+    } else if (i > 0) {
+      merge(table, group, i, later, states, shared);
+    }
   }
   store_out(table, buffers, group, states, row_at(own));
 }

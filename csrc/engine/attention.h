@@ -8,6 +8,7 @@
 
 #include "engine/attention_policy.h"
 #include "engine/kv_cache.h"
+#include "engine/page_choice.h"
 #include "kernels/kernel_table.h"
 
 namespace bitnet::engine {
@@ -42,7 +43,8 @@ int64_t attention_work(const AttentionShape& shape, const Sequences& sequences);
 // is more than a fair share of all work is split: each chunk of its positions is a task, and the
 // thread that finishes the last chunk merges them, without a barrier. Any other group is one task.
 // The result is the same, bit for bit, for every plan. What a group reads is a list of pieces, each
-// some of the positions of one chunk.
+// some of the positions of one chunk. Where tokens choose their pages, a piece names the tokens of
+// the group that read it, and their rows are computed together.
 class AttentionPlan {
  public:
   // The arrays of `sequences` must be valid, and live as long as the plan is used. Reuses the
@@ -52,7 +54,9 @@ class AttentionPlan {
   int64_t tasks() const { return static_cast<int64_t>(tasks_.size()); }
   // Tasks [0, split_tasks()) are chunks; the others are groups, the most expensive first.
   int64_t split_tasks() const { return split_tasks_; }
-  int64_t shared_floats() const { return choices_at() + choice_ints_; }
+  int64_t shared_floats() const {
+    return whole_lines(choices_at() + chosen_pieces_ * kPieceFloats);
+  }
   // Groups that choose what they read: choose() of each before the first task of a layer.
   int64_t choices() const { return static_cast<int64_t>(choosing_.size()); }
   int64_t thread_floats() const;
@@ -74,6 +78,7 @@ class AttentionPlan {
     int64_t position;       // of its first token
     int64_t first_piece;    // in pieces_, which the heads of a block of tokens share
     int64_t pieces;         // of one that chooses: at most
+    int64_t row_pieces;     // pieces that each of its rows reads, added up; likewise
     int64_t choice = -1;    // of one that chooses: where its choice lies
     int64_t counter = -1;   // of a split group: its counter, and where its states begin
     int64_t states = 0;
@@ -84,8 +89,11 @@ class AttentionPlan {
     enum Kind : int32_t { kWindow, kAll, kSinks };
     int32_t chunk;
     Kind kind;
+    uint64_t tokens = 0;  // of one that was chosen: those that read it, by bits
     int64_t begin() const { return chunk * kAttentionChunk; }
   };
+  static constexpr int64_t kPieceFloats = sizeof(Piece) / sizeof(float);
+  static constexpr int64_t kChoosingTokens = 64;  // of a group, the bits of Piece::tokens
   struct Task {
     int32_t group, piece;  // piece -1: all pieces
   };
@@ -109,15 +117,26 @@ class AttentionPlan {
 
   void choose_block_tokens(int64_t threads);
   void make_groups();
-  bool chooses(int64_t position) const;
   void add_choice(Group& group);
-  int64_t most_pages(int64_t pages) const;
-  void choose(const KernelTable& table, const AttentionBuffers& buffers, const Group& group,
-              int32_t* choice, float* own) const;
+  // A thread's memory to choose, for one KV head after the other or several of one token.
+  struct ChoosingMemory {
+    float *queries, *sums, *scores;
+    uint64_t* tokens;  // of each page: those that read it
+    int32_t* ids;
+    PageMemory pages;
+  };
+  ChoosingMemory choosing_memory(BumpAllocator& memory) const;
+  // Groups [first, last) of choosing_: one, or several KV heads of one token.
+  void choose(const KernelTable& table, const AttentionBuffers& buffers, size_t first, size_t last,
+              float* shared, const ChoosingMemory& memory) const;
+  void list_choice(const KernelTable& table, const Group& group, float* scores, Piece* choice,
+                   const ChoosingMemory& memory) const;
   int64_t choosing_floats() const;
-  int64_t choices_at() const { return counter_floats() + states_floats_; }
-  int32_t* choice_of(const Group& group, float* shared) const {
-    return reinterpret_cast<int32_t*>(shared + choices_at()) + group.choice;
+  static int64_t whole_lines(int64_t floats) { return (floats + 15) / 16 * 16; }
+  int64_t choices_at() const { return counter_floats() + whole_lines(states_floats_); }
+  // The pieces of a group that chooses; before them one whose `chunk` counts them.
+  Piece* choice_of(const Group& group, float* shared) const {
+    return reinterpret_cast<Piece*>(shared + choices_at()) + group.choice;
   }
   void add_pieces(int64_t position, int64_t tokens);
   void make_tasks(int64_t threads);
@@ -127,10 +146,16 @@ class AttentionPlan {
   int64_t state_floats() const { return attention_state_floats(shape_.dim); }
   int64_t query_floats() const;
   Query query_at(float* memory) const;
-  float* row_at(float* memory) const { return memory + query_floats(); }
+  float* tokens_at(float* memory) const { return memory + query_floats(); }
+  float* row_at(float* memory) const {
+    return tokens_at(memory) + (reads_by_token_ ? query_floats() : 0);
+  }
   float* gathered_at(float* memory) const { return row_at(memory) + attention_padded(shape_.dim); }
   int64_t gathered_floats() const;
   float* scratch_at(float* memory) const { return gathered_at(memory) + gathered_floats(); }
+  float* states_at(float* memory) const {
+    return scratch_at(memory) + attention_scratch_floats(most_rows_, shape_.dim);
+  }
 
   void load_query(const KernelTable& table, const AttentionBuffers& buffers, const Group& group,
                   const Query& query, float* row) const;
@@ -140,10 +165,10 @@ class AttentionPlan {
   ChunkRows rows_of_piece(const CachePool& pool, const Group& group, const Piece& piece,
                           float* memory) const;
   int64_t pieces_of(const Group& group, float* shared) const {
-    return group.choice < 0 ? group.pieces : choice_of(group, shared)[0];
+    return group.choice < 0 ? group.pieces : choice_of(group, shared)[0].chunk;
   }
   Piece piece_of(const Group& group, int64_t i, float* shared) const {
-    if (group.choice >= 0) return {choice_of(group, shared)[1 + i], Piece::kAll};
+    if (group.choice >= 0) return choice_of(group, shared)[1 + i];
     return pieces_[static_cast<size_t>(group.first_piece + i)];
   }
   int64_t positions_of(const Group& group, const Piece& piece) const;
@@ -154,6 +179,13 @@ class AttentionPlan {
               float* states) const;
   void merge(const KernelTable& table, const Group& group, int64_t piece, const float* later,
              float* states, float* shared) const;
+  static bool reads_by_token(const Group& group) { return group.choice >= 0 && group.tokens > 1; }
+  // Of such a group: the tokens' rows side by side, or where they lie if they do so already.
+  Query rows_of_tokens(const Query& query, uint64_t tokens, float* memory) const;
+  // The states of a piece, its tokens' rows side by side, into those of all rows; `begun`: tokens
+  // that have states, by bits.
+  void merge_tokens(const KernelTable& table, uint64_t tokens, const float* later, uint64_t& begun,
+                    float* states) const;
   bool sees_all(int64_t position) const;
   int64_t first_seen(int64_t position) const;
   int64_t rows_before(const Group& group, const Piece& piece) const;
@@ -170,9 +202,11 @@ class AttentionPlan {
   Sequences sequences_;
   std::vector<Group> groups_;
   std::vector<Piece> pieces_;
-  std::vector<int32_t> choosing_;            // groups
-  mutable std::vector<int64_t> pages_read_;  // by sequence, of groups that choose, in all layers
-  int64_t choice_ints_ = 0, most_pages_ = 0;
+  std::vector<int32_t> choosing_;               // groups
+  mutable std::vector<int64_t> pages_read_;     // by sequence, of groups that choose, in all layers
+  int64_t chosen_pieces_ = 0;                   // of all choices, their counts included
+  int64_t most_pages_ = 0, most_choosing_ = 0;  // of a choice: pages, and tokens
+  bool reads_by_token_ = false;                 // some group does
   std::vector<Task> tasks_;
   int64_t rows_per_token_ = 1, block_tokens_ = 1, most_rows_ = 0;
   bool pair_unit_ = false, matrix_unit_ = false;  // of every AttentionChunk

@@ -244,14 +244,14 @@ void AttentionBlock::append(PlanBuilder& plan) const {
             plan.make<Rotation>(step, *this, Rotation::Memory{q, k, v, rotated}),
             tokens * (heads + kv_heads) + kept,
             {1, 64}});
-  const auto add_varying = [&plan](const char* name, const StageWork* work) {
-    Stage stage{name, work, 0, {1, 64}};
+  const auto add_varying = [&plan](const char* name, const StageWork* work, int64_t least = 1) {
+    Stage stage{name, work, 0, {least, 64}};
     stage.varies = true;
     plan.add(stage);
   };
   if (chooses) {
     add_varying("bound pages", plan.make<Bounding>(step, *this));
-    add_varying("choose pages", plan.make<Choosing>(step, *this, rotated));
+    add_varying("choose pages", plan.make<Choosing>(step, *this, rotated), 4);
   }
   add_varying("attend", plan.make<Attending>(step, *this, rotated, attended));
   if (keeps) plan.keep_rows();

@@ -1,0 +1,39 @@
+// What one token reads where a policy chooses pages; attention_policy.h has the rule.
+#pragma once
+
+#include <cstdint>
+
+#include "engine/attention_policy.h"
+#include "engine/selection.h"
+#include "kernels/kernel_table.h"
+
+namespace bitnet::engine {
+
+// Whether the token at a position reads some pages of many.
+bool chooses_pages(const AttentionPolicy& policy, int64_t position);
+
+// How many of `pages` a token reads at most, its own page included.
+int64_t most_pages_read(const AttentionPolicy& policy, int64_t pages);
+
+// The queries [rows, dim] of a token, added up so that one dot product with a page's bounds (the
+// largest of every feature, then the smallest) is its score: max(q * most, q * least) added over
+// the queries is Q+ * most + Q- * least, Q+ the sum of positive queries and Q- that of the others.
+// sums: [2 * dim].
+void add_queries(const float* queries, int64_t rows, int64_t dim, float scale, float* sums);
+
+// Scratch memory to choose of up to `pages`.
+struct PageMemory {
+  float* weights;
+  SelectionMemory selection;
+  static PageMemory take(BumpAllocator& memory, int64_t pages) {
+    return {memory.take<float>(pages), SelectionMemory::take(memory, pages)};
+  }
+};
+
+// Chooses of `pages`, the last of which is the token's own; scores [pages - 1], summed over `rows`
+// queries. Writes to `ids` [pages] the pages that are read, ascending; returns how many. A score
+// that is no number is the largest, so that its page is read and seen.
+int64_t choose_pages(const KernelTable& table, const AttentionPolicy& policy, int64_t rows,
+                     float* scores, int64_t pages, const PageMemory& memory, int32_t* ids);
+
+}  // namespace bitnet::engine
