@@ -540,18 +540,28 @@ void AttentionPlan::choose(const KernelTable& table, const AttentionBuffers& buf
     }
   }
   const int64_t* blocks = sequences_.blocks(group(first).sequence);
-  const auto bounds_of = [&](int64_t page, const Group& of) {
-    return pool.bounds.at(blocks[page / per_block], page % per_block, of.kv_head);
+  const auto bounds_of = [&](int64_t page) {  // of the first KV head
+    return pool.bounds.at(blocks[page / per_block], page % per_block, group(first).kv_head);
   };
-  constexpr int64_t kAhead = 4;
+  constexpr int64_t kPages = 4;  // at once
   const int64_t others = (group(first).position + tokens - 1) / kAttentionChunk;
-  for (int64_t page = 0; page < others; ++page) {
+  const char *now[kPages], *next[kPages];
+  const void* rows[kPages];
+  for (int64_t p = 0; p < std::min(kPages, others); ++p) next[p] = bounds_of(p);
+  for (int64_t page = 0; page < others; page += kPages) {
+    const int64_t count = std::min(kPages, others - page);
+    const int64_t ahead = std::min(kPages, others - page - count);
+    std::copy_n(next, count, now);
+    for (int64_t p = 0; p < ahead; ++p) next[p] = bounds_of(page + count + p);
     for (size_t i = first; i < last; ++i) {
-      for (int64_t at = 0; page + kAhead < others && at < 4 * dim; at += 64)
-        __builtin_prefetch(bounds_of(page + kAhead, group(i)) + at);
-      const int64_t row = static_cast<int64_t>(i - first) * tokens;
-      table.head_dense(memory.sums + row * 2 * dim, tokens, DType::kBF16, bounds_of(page, group(i)),
-                       2 * dim, 0, 1, {0}, memory.scores + row * stride + page, stride);
+      const int64_t row = static_cast<int64_t>(i - first);
+      const int64_t offset = row * pool.bounds.head_bytes;
+      for (int64_t p = 0; p < count; ++p) rows[p] = now[p] + offset;
+      for (int64_t p = 0; p < ahead; ++p) {
+        for (int64_t at = 0; at < 4 * dim; at += 64) __builtin_prefetch(next[p] + offset + at);
+      }
+      table.score_rows(memory.sums + row * tokens * 2 * dim, tokens, rows, count, 2 * dim,
+                       memory.scores + row * tokens * stride + page, stride);
     }
   }
   for (size_t i = first; i < last; ++i) {

@@ -419,6 +419,9 @@ struct KernelTable {
   void (*head_dense)(const float* x, int64_t tokens, DType type, const void* weight, int64_t k,
                      int64_t row_begin, int64_t row_end, Prefetch ahead, float* out,
                      int64_t out_stride);
+  // The same products with rows of bfloat16 wherever they lie: out[m * out_stride + n] of rows[n].
+  void (*score_rows)(const float* x, int64_t tokens, const void* const* rows, int64_t count,
+                     int64_t k, float* out, int64_t out_stride);
   // The same products times `scale` for a short k, `rank`, and rows that lie in tiles of 16:
   // element j of row n at tiles[(n / 16 * rank + j) * 16 + n % 16].  The last tile is whole,
   // row_begin a multiple of 16.
@@ -488,8 +491,8 @@ struct KernelTable {
   .add_pairs = add_pairs, .quantize_query = quantize_query, .merge_attention = merge_attention,   \
   .finish_attention = finish_attention, .conv_silu_row = conv_silu_row,                           \
   .delta_gates_row = delta_gates_row, .delta_rule = delta_rule, .delta_replay = delta_replay,     \
-  .head_dense = head_dense, .dense_tiles = dense_tiles, .head_int8 = head_int8,                   \
-  .head_int4 = head_int4, .head_quantize_token = head_quantize_token,                             \
+  .head_dense = head_dense, .score_rows = score_rows, .dense_tiles = dense_tiles,                 \
+  .head_int8 = head_int8, .head_int4 = head_int4, .head_quantize_token = head_quantize_token,     \
   .head_quantize_int8 = head_quantize_int8, .head_quantize_int4 = head_quantize_int4,             \
   .max_row = max_row, .exp_row = exp_row, .split_row = split_row, .find_row = find_row,           \
   .probe_read = probe_read, .probe_int8_peak = probe_int8_peak

@@ -402,6 +402,13 @@ inline void head_dense(const float* x, int64_t tokens, DType type, const void* w
   }
 }
 
+inline void score_rows(const float* x, int64_t tokens, const void* const* rows, int64_t count,
+                       int64_t k, float* out, int64_t out_stride) {
+  for (int64_t n = 0; n < count; ++n) {
+    head_dense(x, tokens, DType::kBF16, rows[n], k, 0, 1, {0}, out + n, out_stride);
+  }
+}
+
 inline void dense_tiles(const float* x, int64_t tokens, DType type, const void* tiles, int64_t rank,
                         float scale, int64_t row_begin, int64_t row_end, float* out,
                         int64_t out_stride) {
@@ -500,6 +507,7 @@ inline KernelTable table() {
     for (int64_t i = 0; i < dim; ++i) out[i] = state[i] / state[attention_padded(dim) + 1];
   };
   t.head_dense = head_dense;
+  t.score_rows = score_rows;
   t.dense_tiles = dense_tiles;
   t.head_quantize_token = head_quantize_token;
   t.head_quantize_int8 = head_quantize_int8;

@@ -476,6 +476,18 @@ inline void add_head_ops(std::vector<RowOp>& ops) {
                      c.table.dense_tiles(c.f(0), 3, type, c.in[1], c.n, 0.3f, 16, 21, c.y(), 5);
                    }});
   }
+  // rows 5, 3, 1, 4, 0 and 2 of them
+  ops.push_back({"score_rows", "score_rows",
+                 [](int64_t n) {
+                   return std::vector<Shape>{{Kind::kF32, 3 * n}, {stored_as(DType::kBF16), 6 * n}};
+                 },
+                 [](int64_t) { return std::vector<Shape>{{Kind::kF32, 18}}; },
+                 [](const Call& c) {
+                   const void* rows[6];
+                   for (int i = 0; const int row : {5, 3, 1, 4, 0, 2})
+                     rows[i++] = static_cast<const uint16_t*>(c.in[1]) + row * c.n;
+                   c.table.score_rows(c.f(0), 3, rows, 6, c.n, c.y(), 6);
+                 }});
   const auto padded = [](int64_t n) { return (n + 127) / 128 * 128; };
   ops.push_back({"head_quantize_token", "head_quantize_token", float_rows(1),
                  [padded](int64_t n) {

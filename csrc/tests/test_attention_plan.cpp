@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "engine/kv_cache.h"
 #include "kernels/isa_tables.h"
 #include "runtime/staged_executor.h"
 #include "tests/check.h"
@@ -189,6 +190,71 @@ void by_definition(int64_t start, int64_t tokens, int64_t window, int64_t sinks 
       CHECK(std::fabs(found - want) < 1e-5, "token %d: %g, not %g", static_cast<int>(t), found,
             want);
     }
+  }
+}
+
+// Tokens that choose pages, on threads: those of the choice have come together before the others
+// begin, as between the stages of a step. Every token gets what it gets alone.
+void choices_equal_to_each_token(const engine::AttentionPolicy& policy, int64_t start,
+                                 int64_t tokens, int64_t threads) {
+  begin_case("%d tokens from %d on, %d threads", static_cast<int>(tokens), static_cast<int>(start),
+             static_cast<int>(threads));
+  constexpr int64_t kHeads = 4, kKvHeads = 2, kPages = kLength / kAttentionChunk;
+  const KernelTable& table = *scalar::table();
+  const Cache cache(1, kKvHeads);
+  CachePool pool = cache.pool();
+  std::vector<uint16_t> bounds(kPages * kKvHeads * 2 * kDim);
+  const int64_t bytes = 2 * kDim * static_cast<int64_t>(sizeof(uint16_t));
+  pool.bounds = {reinterpret_cast<char*>(bounds.data()), kPages * kKvHeads * bytes,
+                 kKvHeads * bytes, bytes};
+  std::vector<float> row(3 * kDim);
+  for (int64_t i = 0; i < kPages * kKvHeads; ++i)
+    engine::bound_page(table, pool, i / kKvHeads, i % kKvHeads, row.data());
+  const AttentionShape shape{kHeads, kKvHeads, kDim, DType::kF32, 2.0f, pool, policy};
+  std::vector<float> query(at(tokens * kHeads * kDim));
+  Random random(11);
+  for (float& x : query) x = random.unit();
+
+  const auto attended = [&](int64_t first, int64_t count, int64_t slots) {
+    const Batch batch({start + first}, {count});
+    AttentionPlan plan;
+    plan.build(shape, batch.view(), slots);
+    std::vector<float> out(at(count * kHeads * kDim)), shared(at(plan.shared_floats()));
+    std::vector<std::vector<float>> own(at(slots), std::vector<float>(at(plan.thread_floats())));
+    plan.prepare(shared.data());
+    const AttentionBuffers buffers{query.data() + first * kHeads * kDim, out.data(), pool};
+    const auto each = [&](int64_t units, const auto& run) {
+      std::atomic<int64_t> next{0};
+      std::vector<std::thread> others;
+      for (int64_t s = 0; s < slots; ++s) {
+        others.emplace_back([&, s] {
+          for (int64_t i = next++; i < units; i = next++) run(i, own[at(s)].data());
+        });
+      }
+      for (std::thread& thread : others) thread.join();
+    };
+    CHECK(plan.choices() > 0, "no token chooses");
+    each(plan.choices(), [&](int64_t i, float* mine) {
+      plan.choose(table, buffers, i, i + 1, shared.data(), mine);
+    });
+    each(plan.tasks(),
+         [&](int64_t i, float* mine) { plan.run(table, buffers, i, i + 1, shared.data(), mine); });
+    return out;
+  };
+  const std::vector<float> together = attended(0, tokens, threads);
+  for (int64_t t = 0; t < tokens; ++t) {
+    const std::vector<float> alone = attended(t, 1, 1);
+    CHECK(std::memcmp(&together[at(t * kHeads * kDim)], alone.data(),
+                      alone.size() * sizeof(float)) == 0,
+          "token %d differs from what it is alone", static_cast<int>(t));
+  }
+}
+
+TEST(choices) {
+  for (const int64_t threads : {1, 2, 4}) {
+    choices_equal_to_each_token({.min_ratio = 0.4f, .max_ratio = 0.4f}, 130, 250, threads);
+    choices_equal_to_each_token({.sinks = 4, .threshold = 0.1f}, 250, 13, threads);
+    choices_equal_to_each_token({.min_ratio = 0.2f, .max_ratio = 0.9f}, 390, 9, threads);
   }
 }
 

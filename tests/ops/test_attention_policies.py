@@ -210,6 +210,25 @@ def test_pages_are_chosen_by_their_bounds(dtype: torch.dtype, policy: str) -> No
     assert torch.equal(c.attend(0, 300, f"{policy} dense_below=300"), c.attend(0, 300, ""))
 
 
+@pytest.mark.parametrize("policy", PAGES)
+def test_pages_are_chosen_of_many(policy: str) -> None:
+    """More than are sorted to choose of them; the tokens of a prompt read different ones."""
+    c, words = Context(torch.float32, 64 * 300 + 70), f"{policy} dense_below=0"
+    begin = len(c.slots) - 90
+    together, lists = c.attend(begin, begin + 90, words), set()
+    for p in range(begin, begin + 90, 7):
+        masks = chosen(c, p, *PAGES[policy])
+        heads = [by_definition(c, [masks[h // (HEADS // KV_HEADS)]], p)[:, h : h + 1]
+                 for h in range(HEADS)]  # fmt: skip
+        expected = torch.cat(heads, 1)
+        assert ((together[p - begin] - expected[0]).abs() <= tolerance(c, expected, p)[0]).all(), p
+        assert torch.equal(c.attend(p, p + 1, words)[0], together[p - begin]), p
+        lists |= {tuple(mask[: begin // 64 * 64 : 64].tolist()) for mask in masks}
+    assert len(lists) > 2
+    with torch_threads(2):
+        assert torch.equal(c.attend(begin, begin + 90, words), together)
+
+
 @pytest.mark.parametrize("dtype", KV_DTYPES.values(), ids=str)
 @pytest.mark.parametrize("block_size", [64, 128])
 def test_bounds_are_those_of_the_keys_that_attention_reads(

@@ -1,5 +1,6 @@
 // Dense weights times a few tokens: rows of heads, and the tiles that LoRA's B lies in. And how
-// every head reads its weights. Contracts: head_dense and dense_tiles in kernel_table.h.
+// every head reads its weights. Contracts: head_dense, score_rows and dense_tiles in
+// kernel_table.h.
 
 // Rows that stay in cache while every token of a batch meets them.
 constexpr int64_t kHeadRowChunk = 32;
@@ -143,6 +144,37 @@ void head_dense(const float* x, int64_t tokens, DType type, const void* weight, 
     rows(x, tokens, row_at(weight, k * element_size(type), row_begin), k, row_end - row_begin,
          ahead, out, out_stride);
   });
+}
+
+// ---- rows that lie anywhere ---------------------------------------------------------------------
+
+// R rows of bfloat16 at once, so that none waits for the sums of another.
+template <int R>
+[[gnu::always_inline]] inline void score_tile(const float* x, const void* const* rows, int64_t k,
+                                              float* out) {
+  F32x16 acc[R];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) acc[r] = zero();
+  const auto step = [&](int64_t i, int64_t count) [[gnu::always_inline]] {
+    const F32x16 v = dense_x<DType::kBF16>(x + i, count);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+      acc[r] = fma(v, dense_weights<DType::kBF16>(rows[r], i, count), acc[r]);
+  };
+  int64_t i = 0;
+  for (; i + 16 <= k; i += 16) step(i, 16);
+  if (i < k) step(i, k - i);
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) out[r] = dense_sum<DType::kBF16>(acc[r]);
+}
+
+void score_rows(const float* x, int64_t tokens, const void* const* rows, int64_t count, int64_t k,
+                float* out, int64_t out_stride) {
+  for (int64_t t = 0; t < tokens; ++t) {
+    int64_t n = 0;
+    for (; n + 4 <= count; n += 4) score_tile<4>(x + t * k, rows + n, k, out + t * out_stride + n);
+    for (; n < count; ++n) score_tile<1>(x + t * k, rows + n, k, out + t * out_stride + n);
+  }
 }
 
 // ---- tiles of 16 rows ---------------------------------------------------------------------------
