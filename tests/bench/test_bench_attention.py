@@ -24,6 +24,20 @@ def test_policies_are_measured_beside_dense(capsys: pytest.CaptureFixture[str]) 
     assert all(row["time_us"]["median"] > 0 for row in report["rows"])
 
 
+def test_chunks_of_a_prompt_are_measured_too(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "--quick -t 1 --contexts 640 --shapes 2b-4t --kv-dtype int8 --tokens 1,65 --json"
+    policy = "top_k:0.5,dense_below=0"
+    assert cli.main(["bench", "attention", *asked.split(), "--policy", policy]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["tokens"], row["policy"]) for row in rows] == [
+        (tokens, name) for tokens in (1, 65) for name in ("dense", policy)
+    ]
+    assert rows[1]["read"] == 0.5  # of 10 pages
+    assert rows[3]["read"] == round((64 * 5 + 5) / (64 * 10 + 9), 4)  # the first of 9
+    assert cli.main(["bench", "attention", "--tokens", "99", "--contexts", "64"]) != 0
+    assert "--tokens: expected at most a context, 64, got 99" in capsys.readouterr().err
+
+
 def test_what_is_no_policy_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "attention", "--policy", "window:-1"]) != 0
     assert "expected window an integer of at least 1" in capsys.readouterr().err

@@ -244,13 +244,13 @@ def _engine_lines(report: Report) -> list[str]:
     ]
 
 
-ATTENTION_COLUMNS = ["shape", "context", "kv", "T", "policy", "us", "p10-p90", "x dense", "read"]
+ATTENTION_COLUMNS = "shape,context,kv,T,M,policy,us,p10-p90,x dense,read".split(",")
 
 
 def _attention_lines(report: Report) -> list[str]:
     cells = [
         [
-            *(str(row[key]) for key in ("shape", "context", "kv", "threads", "policy")),
+            *(str(row[key]) for key in ("shape", "context", "kv", "threads", "tokens", "policy")),
             number(row["time_us"]["median"]),
             f"{number(row['time_us']['p10'])}-{number(row['time_us']['p90'])}",
             number(row["times_dense"]["median"]),
@@ -263,7 +263,7 @@ def _attention_lines(report: Report) -> list[str]:
         "",
         *text_table([*ATTENTION_COLUMNS, "notes"], cells),
         "",
-        "us: one layer, one token. x dense: how many times as fast, paired per round.",
+        "us: one layer, M new tokens. x dense: how many times as fast, paired per round.",
         "read: of the pages of 64 positions; random keys, each page with a mean of its own.",
     ]
 

@@ -55,7 +55,7 @@ _MODEL = (
     "reading its bytes and against the int8 peak, both alternating with it."
 )
 _ATTENTION = (
-    "Time attention of one new token under policies that read fewer positions (docs/guide/"
+    "Time attention of new tokens under policies that read fewer positions (docs/guide/"
     "attention.md), alternating with attention to all of them."
 )
 _SPARSITY = (
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, text, description, add in (
         ("ops", "every op on model shapes", _OPS, _add_ops_arguments),
         ("model", "prefill and decode of a whole model", _MODEL, _add_model_arguments),
-        ("attention", "decode under attention policies", _ATTENTION, _add_attention_arguments),
+        ("attention", "attention policies", _ATTENTION, _add_attention_arguments),
         ("sparsity", "decode that leaves zeros out", _SPARSITY, _add_sparsity_arguments),
         ("engine", "many requests at once", _ENGINE, _add_engine_arguments),
         ("serve", "a server under load", _SERVE, _add_serve_arguments),
@@ -152,6 +152,7 @@ def _add_attention_arguments(attention: argparse.ArgumentParser) -> None:
     add = attention.add_argument
     add("--shapes", help="of 2b-4t, bonsai-1.7b, separated by commas (default: both)")
     add("--contexts", help=f"positions of the sequence {_default(_ATTENDED)}")
+    add("--tokens", default="1", help="new ones: 1 is decode, 256 a chunk of a prompt (default: 1)")
     add(
         "--policy", action="append", metavar="POLICY", dest="policies",
         help="as --attention of generate; may be given again (default: one of each kind)",
@@ -358,10 +359,17 @@ def attention_settings(args: argparse.Namespace) -> AttentionSettings:
     policies = tuple(args.policies or USUAL)
     for policy in policies:
         policy_words(policy)  # complain before anything is measured
+    contexts = parse_counts("--contexts", args.contexts or _ATTENDED[args.quick], 1 << 18)
+    tokens = parse_counts("--tokens", args.tokens, 1 << 12)
+    if max(tokens) > min(contexts):
+        raise ValueError(
+            f"--tokens: expected at most a context, {min(contexts)}, got {max(tokens)}"
+        )
     return AttentionSettings(
         shapes=parse_words("--shapes", args.shapes or ",".join(SHAPES), list(SHAPES)),
-        contexts=parse_counts("--contexts", args.contexts or _ATTENDED[args.quick], 1 << 18),
+        contexts=contexts,
         policies=policies,
+        tokens=tokens,
         kv_dtypes=parse_words("--kv-dtype", args.kv_dtype, KV_DTYPES),
         threads=_threads(args),
         seconds=0.2 if args.quick else 1.0,
