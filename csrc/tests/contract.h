@@ -7,6 +7,7 @@
 #include <array>
 #include <bit>
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 #include <vector>
 
@@ -56,7 +57,9 @@ inline float exp_of(float x) {
 // ---- types --------------------------------------------------------------------------------------
 
 inline const Format& format_of(DType type) {
-  return *std::ranges::find(kFormats, type, &Format::type);
+  const auto* found = std::ranges::find(kFormats, type, &Format::type);
+  if (found == std::end(kFormats)) std::abort();  // an op whose name lacks the type of its rows
+  return *found;
 }
 
 inline uint16_t encode(DType type, float x) {

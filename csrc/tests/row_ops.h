@@ -477,7 +477,7 @@ inline void add_head_ops(std::vector<RowOp>& ops) {
                    }});
   }
   // rows 5, 3, 1, 4, 0 and 2 of them
-  ops.push_back({"score_rows", "score_rows",
+  ops.push_back({std::string("score_rows ") + name_of(DType::kBF16), "score_rows",
                  [](int64_t n) {
                    return std::vector<Shape>{{Kind::kF32, 3 * n}, {stored_as(DType::kBF16), 6 * n}};
                  },
