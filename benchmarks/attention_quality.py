@@ -91,7 +91,7 @@ def main() -> None:
         row["loss"] = losses(lm, texts, POLICIES.get(name))
     shown = [
         f"{len(texts)} texts of {CONTEXT} tokens",
-        "| policy | read | cosine | loss | needle |",
+        "| policy | read | cosine | loss |",
     ]
     shown += ["|---|---|---|---|"]
     shown += [

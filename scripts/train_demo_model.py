@@ -48,6 +48,7 @@ VAL = (
     "1 Corinthians 13|Revelation 5"
 ).split("|")
 BOS, EOS, CONTEXT = 0, 1, 1024
+COMPUTE = torch.bfloat16  # of matrix products
 
 
 # Text ----------------------------------------------------------------------------------------
@@ -116,17 +117,17 @@ class BitLinearFn(torch.autograd.Function):
     def forward(ctx, x, w):
         x = x.float()
         a = x.abs().amax(-1, keepdim=True).clamp_min(1e-5) / 127
-        xi = (x / a).round().bfloat16()
+        xi = (x / a).round().to(COMPUTE)
         m = w.abs().mean().clamp_min(1e-5)
-        wi = (w / m).round().clamp(-1, 1).bfloat16()
+        wi = (w / m).round().clamp(-1, 1).to(COMPUTE)
         ctx.save_for_backward(xi, a, wi, m)
-        return ((xi @ wi.t()).float() * (a * m)).bfloat16()
+        return ((xi @ wi.t()).float() * (a * m)).to(COMPUTE)
 
     @staticmethod
     def backward(ctx, g):
         xi, a, wi, m = ctx.saved_tensors
-        gx = (g.float() * m).bfloat16() @ wi
-        gw = (g.float() * a).bfloat16().t() @ xi
+        gx = (g.float() * m).to(COMPUTE) @ wi
+        gw = (g.float() * a).to(COMPUTE).t() @ xi
         return gx, gw.float()
 
 
@@ -152,7 +153,7 @@ class RMSNorm(nn.Module):
 def rotate(x, cos, sin):
     half = x.shape[-1] // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), -1)
-    return (x.float() * cos + turned.float() * sin).bfloat16()
+    return (x.float() * cos + turned.float() * sin).to(COMPUTE)
 
 
 class Attention(nn.Module):
@@ -228,7 +229,7 @@ class BitNet(nn.Module):
         x = self.model.embed_tokens(ids).view(b * t, -1)
         for layer in self.model.layers:
             x = layer(x, (b, t), self.cos[:t], self.sin[:t])
-        logits = self.model.norm(x).bfloat16() @ self.model.embed_tokens.weight.bfloat16().t()
+        logits = self.model.norm(x).to(COMPUTE) @ self.model.embed_tokens.weight.to(COMPUTE).t()
         return F.cross_entropy(logits.float(), targets.reshape(-1), reduction="none").view(b, t)
 
 

@@ -14,9 +14,9 @@ struct AttentionPolicy {
   int64_t stride = 0;  // and every chunk whose number is a multiple of it; 0: no such chunks
   // Or chunks, here pages, that look promising, chosen for each token and KV head: a token at
   // dense_below or behind reads its own page, those with sinks, and of the others so many of the
-  // best that they are ceil(ratio * pages) in all, lower ones first among equals. The score of a
-  // page is a bound of scale * query * key, added over the queries of the KV head. With p the
-  // softmax of scores / queries, ratio = min_ratio + (max_ratio - min_ratio) * entropy(p) /
+  // best that they are ceil(ratio * pages) in all, one at least, lower ones first among equals. The
+  // score of a page is a bound of scale * query * key, added over the queries of the KV head. With
+  // p the softmax of scores / queries, ratio = min_ratio + (max_ratio - min_ratio) * entropy(p) /
   // log(pages); or, with a threshold, they are the pages with p of at least threshold times the
   // largest.
   float min_ratio = 0, max_ratio = 0;  // 0: no such choice

@@ -24,6 +24,11 @@ int64_t fewest_pages(const AttentionPolicy& policy, int64_t pages) {
   return std::min(sink_pages(policy) + 1, pages);
 }
 
+// And with those at least so many by a share: one page that its score has chosen.
+int64_t fewest_of_share(const AttentionPolicy& policy, int64_t pages) {
+  return std::min(fewest_pages(policy, pages) + 1, pages);
+}
+
 // How many of `pages` are read, by finite scores.
 int64_t count_by_weight(const KernelTable& table, const AttentionPolicy& policy, int64_t rows,
                         const float* scores, float top, int64_t pages, float* weights) {
@@ -54,7 +59,7 @@ bool chooses_pages(const AttentionPolicy& policy, int64_t position) {
 
 int64_t most_pages_read(const AttentionPolicy& policy, int64_t pages) {
   if (policy.threshold > 0) return pages;
-  return std::clamp(share_of(policy.max_ratio, pages), fewest_pages(policy, pages), pages);
+  return std::clamp(share_of(policy.max_ratio, pages), fewest_of_share(policy, pages), pages);
 }
 
 void add_queries(const float* queries, int64_t rows, int64_t dim, float scale, float* sums) {
@@ -82,7 +87,8 @@ int64_t choose_pages(const KernelTable& table, const AttentionPolicy& policy, in
     const float top = table.max_row(scores, others);
     count =
         finite ? count_by_weight(table, policy, rows, scores, top, pages, memory.weights) : pages;
-    count = std::clamp(count, fewest, most_pages_read(policy, pages));
+    const int64_t least = policy.threshold > 0 ? fewest : fewest_of_share(policy, pages);
+    count = std::clamp(count, least, most_pages_read(policy, pages));
   }
   std::iota(ids, ids + sinks, 0);
   const int64_t best = count - fewest;  // by their scores

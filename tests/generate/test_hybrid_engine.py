@@ -1,156 +1,37 @@
 """Engines over recurrent states: the same tokens whatever runs beside, whatever is kept.
 
-Every schedule mixes prompts that share beginnings, drafts (right and wrong ones), small pools, few
-slots, checkpoints and trims; the tokens of each request must be those of an engine of its own
-without any of it.
+Schedules are those of engine_schedules.py, with few slots and checkpoints.
 """
 
 from __future__ import annotations
 
 import os
-import random
-from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bitnet_ops.generate import scheduler
 from bitnet_ops.generate.engine import Engine
-from bitnet_ops.generate.request import Failed, Limits, NewToken
+from bitnet_ops.generate.request import Limits
 from bitnet_ops.generate.sampling import SamplingParams
 from bitnet_ops.generate.scheduler import SchedulerOptions
 from bitnet_ops.generate.speculation import MOST_DRAFTS
 from bitnet_ops.models import Decoder
-from bitnet_ops.nn.blocks import PoolFullError
 from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.kv_config import CacheCapacityError
 from bitnet_ops.nn.state_pool import MOST_KEPT_DRAFTS, slot_bytes
+from engine_schedules import Form, alone, run_schedule
 from hybrid_models import hybrid
 
 SCHEDULES = 2000 if os.environ.get("BITNET_CI_ALL") == "1" else 60
 VOCAB = 321
+FORM = Form(VOCAB, longest=60, block_sizes=(4, 16), positions=(132, 132, 180, 6400))
 
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
     return hybrid("rotated", layers=4)
-
-
-def alone(
-    model: Decoder, prompt: list[int], params: SamplingParams, limits: Limits, **options: Any
-) -> list[int]:
-    engine = Engine(model, scheduling=SchedulerOptions(prefix_cache=False), **options)
-    return list(engine.generate([prompt], params, limits)[0].token_ids)
-
-
-class Drafter:
-    """Proposes what will come, with mistakes: of texts whose continuation is known."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self.rng, self.texts = rng, list[list[int]]()
-
-    def __call__(self, ids: Sequence[int], most: int) -> list[int]:
-        begin = list(ids)
-        for text in self.texts:
-            if text[: len(begin)] == begin:
-                drafts = text[len(begin) : len(begin) + self.rng.randint(0, most)]
-                return [d if self.rng.random() < 0.8 else (d + 1) % VOCAB for d in drafts]
-        return []
-
-
-def prompts_of(rng: random.Random) -> list[list[int]]:
-    base = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 60))]
-    found: list[list[int]] = []
-    for _ in range(rng.randint(2, 8)):
-        kind = rng.random()
-        if kind < 0.5:
-            more = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 12))]
-            found.append(base[: rng.randint((len(base) + 1) // 2, len(base))] + more)
-        elif kind < 0.7 and found:
-            found.append(found[-1] + [rng.randrange(VOCAB) for _ in range(rng.randint(0, 3))])
-        else:
-            found.append([rng.randrange(VOCAB) for _ in range(rng.randint(1, 90))])
-    return found
-
-
-def engine_of(model: Decoder, rng: random.Random, **form: Any) -> Engine:
-    options = SchedulerOptions(
-        token_budget=rng.choice([8, 16, 64]),
-        max_sequences=rng.choice([1, 4, 8, 8]),
-        prefill_beside_decode=rng.choice([None, 4]),
-        checkpoint_tokens=rng.choice([4, 16, 64]),
-        prefix_cache=rng.random() < 0.8,
-    )
-    engine = Engine(model, scheduling=options, kv_cache_mb=40, **form)
-    blocks = rng.choice([132, 132, 180, 6400]) // engine.block_size
-    sizes = engine._sizes._replace(blocks=blocks, slots=rng.choice([1, 2, 8, 40, 40]))
-    engine._sizes = sizes
-    return engine
-
-
-def run_schedule(
-    model: Decoder, seed: int, monkeypatch: pytest.MonkeyPatch, directory: Path
-) -> Counter[str]:
-    """Every other one over a prefix cache on disk, with a restart in between."""
-    rng = random.Random(seed)
-    drafter = Drafter(rng)
-    monkeypatch.setattr(scheduler, "propose", drafter)
-    jobs, wanted = [], []
-    for prompt in prompts_of(rng):
-        params = SamplingParams(temperature=rng.choice([0, 0, 1.0]), seed=rng.randrange(3))
-        stops = frozenset(rng.sample(range(VOCAB), rng.choice([0, 20])))
-        limits = Limits(rng.randint(1, 40), stops)
-        wanted.append(alone(model, prompt, params, limits))
-        drafter.texts.append(prompt + wanted[-1])
-        jobs.append((prompt, params, limits, rng.choice([0, 3, MOST_DRAFTS])))
-    form: dict[str, Any] = {"block_size": rng.choice([4, 16])}
-    if seed // 2 % 2 == 0:
-        return run_jobs(engine_of(model, rng, **form), rng, jobs, wanted, seed)
-    seen, form["prefix_dir"] = Counter[str](), directory / str(seed)
-    for at in (slice(len(jobs) // 2), slice(len(jobs))):
-        engine = engine_of(model, rng, **form)
-        seen += run_jobs(engine, rng, jobs[at], wanted[at], seed)
-        engine.close()
-    return seen
-
-
-def run_jobs(
-    engine: Engine, rng: random.Random, jobs: list[Any], wanted: list[list[int]], seed: int
-) -> Counter[str]:
-    events: dict[int, list[Any]] = {}
-    waiting, ids = list(jobs), list[int]()
-    while waiting or engine.has_work:
-        if waiting and rng.random() < 0.4:
-            prompt, params, limits, drafts = waiting.pop(0)
-            ids.append(
-                engine.add(
-                    prompt,
-                    params,
-                    limits,
-                    max_drafts=drafts,
-                    keep_prefix=rng.random() < 0.8,
-                    consumer=lambda event: events.setdefault(event.request_id, []).append(event),
-                )
-            )
-        if ids and rng.random() < 0.03:
-            engine.trim()
-        engine.step()
-    stats = engine.stats()
-    for id, tokens in zip(ids, wanted, strict=True):
-        if isinstance(last := events[id][-1], Failed):
-            assert isinstance(last.error, PoolFullError)  # a pool too small for it alone
-            continue
-        assert [e.token_id for e in events[id] if isinstance(e, NewToken)] == tokens, seed
-    return Counter(
-        accepted=stats.accepted_drafts,
-        rejected=stats.drafted_tokens - stats.accepted_drafts,
-        reused=stats.reused_tokens,
-        preempted=stats.preemptions,
-        disk=stats.disk_tokens,
-    )
 
 
 @pytest.mark.parametrize("part", range(2))
@@ -159,7 +40,7 @@ def test_schedules(
 ) -> None:
     total = dict.fromkeys(("accepted", "rejected", "reused", "preempted", "disk"), 0)
     for seed in range(part, SCHEDULES, 2):
-        for name, count in run_schedule(model, seed, monkeypatch, tmp_path).items():
+        for name, count in run_schedule(model, FORM, seed, monkeypatch, tmp_path).items():
             total[name] += count
     assert min(total.values()) > 0, total  # or the schedules say nothing about it
 

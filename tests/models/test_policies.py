@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from bitnet_ops.models import Decoder
 from bitnet_ops.nn.blocks import PoolFullError
 from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.kv_config import bytes_of_block
+from engine_schedules import Form, run_schedule
 from tiny_models import SMALL, config_of, random_ids, tiny_model
 
 TEXT = random_ids(3, 1, 330)
@@ -97,6 +100,26 @@ def test_drafts_change_no_token(model: Decoder, max_drafts: Any) -> None:
         pass
     assert run.generations[0].token_ids == alone(model, prompt, 120)
     assert engine.stats().drafted_tokens > engine.stats().accepted_drafts
+
+
+SCHEDULES = 500 if os.environ.get("BITNET_CI_ALL") == "1" else 24
+
+
+def test_schedules(model: Decoder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Preemption, trims, prefixes in memory and on disk, drafts: no token changes."""
+    chooses = model.config.key_bounds
+    form = Form(
+        model.config.vocab_size,
+        longest=220,
+        block_sizes=(64, 128) if chooses else (16, 64),
+        positions=(256, 384, 384, 512, 6400),
+        longest_answer=120,
+        watermark=0,
+    )
+    total = Counter[str]()
+    for seed in range(SCHEDULES):
+        total += run_schedule(model, form, seed, monkeypatch, tmp_path)
+    assert all(total[name] for name in ("rejected", "reused", "preempted", "disk")), total
 
 
 # What a policy says ----------------------------------------------------------------------------

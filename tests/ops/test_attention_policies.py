@@ -173,7 +173,8 @@ def chosen(c: Context, position: int, name: str, numbers: list[float], sinks: in
             low, high = numbers[0], numbers[-1]
             entropy = -(p * p.log()).sum() / math.log(pages - 1)
             ratio = low + (high - low) * float(entropy)
-            count = max(math.ceil(ratio * pages - 1e-6), int(forced.sum()) + 1) - 1
+            count = max(math.ceil(ratio * pages - 1e-6), int(forced.sum()) + 2) - 1
+            count = min(count, pages - 1)
             best = scores.masked_fill(forced, torch.inf).topk(count).indices
             read = torch.zeros(pages - 1, dtype=torch.bool).index_fill(0, best, True)
         read = torch.cat([read, torch.tensor([True])])

@@ -1,0 +1,156 @@
+"""Random schedules of an engine: the same tokens whatever runs beside, whatever is kept.
+
+Every schedule mixes prompts that share beginnings, drafts (right and wrong ones), small pools,
+checkpoints and trims, and every other one a prefix cache on disk with a restart in between; the
+tokens of each request must be those of an engine of its own without any of it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bitnet_ops.generate import scheduler
+from bitnet_ops.generate.engine import Engine
+from bitnet_ops.generate.request import Failed, Limits, NewToken
+from bitnet_ops.generate.sampling import SamplingParams
+from bitnet_ops.generate.scheduler import SchedulerOptions
+from bitnet_ops.generate.speculation import MOST_DRAFTS
+from bitnet_ops.models import Decoder
+from bitnet_ops.nn.blocks import PoolFullError
+
+
+@dataclass(frozen=True)
+class Form:
+    """longest: of what prompts share, longest_answer, both in tokens; positions: of a pool."""
+
+    vocab: int
+    longest: int
+    block_sizes: tuple[int, ...]
+    positions: tuple[int, ...]
+    longest_answer: int = 40
+    watermark: float = SchedulerOptions.watermark
+
+
+def alone(
+    model: Decoder, prompt: list[int], params: SamplingParams, limits: Limits, **options: Any
+) -> list[int]:
+    engine = Engine(model, scheduling=SchedulerOptions(prefix_cache=False), **options)
+    return list(engine.generate([prompt], params, limits)[0].token_ids)
+
+
+class Drafter:
+    """Proposes what will come, with mistakes: of texts whose continuation is known."""
+
+    def __init__(self, rng: random.Random, vocab: int) -> None:
+        self.rng, self.vocab, self.texts = rng, vocab, list[list[int]]()
+
+    def __call__(self, ids: Sequence[int], most: int) -> list[int]:
+        begin = list(ids)
+        for text in self.texts:
+            if text[: len(begin)] == begin:
+                drafts = text[len(begin) : len(begin) + self.rng.randint(0, most)]
+                return [d if self.rng.random() < 0.8 else (d + 1) % self.vocab for d in drafts]
+        return []
+
+
+def prompts_of(rng: random.Random, form: Form) -> list[list[int]]:
+    def some(least: int, most: int) -> list[int]:
+        return [rng.randrange(form.vocab) for _ in range(rng.randint(least, most))]
+
+    base = some(1, form.longest)
+    found: list[list[int]] = []
+    for _ in range(rng.randint(2, 8)):
+        kind = rng.random()
+        if kind < 0.5:
+            begin = base[: rng.randint((len(base) + 1) // 2, len(base))]
+            found.append(begin + some(0, 12))
+        elif kind < 0.7 and found:
+            found.append(found[-1] + some(0, 3))
+        else:
+            found.append(some(1, form.longest * 3 // 2))
+    return found
+
+
+def engine_of(model: Decoder, form: Form, rng: random.Random, **more: Any) -> Engine:
+    options = SchedulerOptions(
+        token_budget=rng.choice([8, 16, 64]),
+        max_sequences=rng.choice([1, 4, 8, 8]),
+        prefill_beside_decode=rng.choice([None, 4]),
+        checkpoint_tokens=rng.choice([4, 16, 64]),
+        prefix_cache=rng.random() < 0.8,
+        watermark=form.watermark,
+    )
+    engine = Engine(model, scheduling=options, kv_cache_mb=40, **more)
+    blocks = rng.choice(form.positions) // engine.block_size
+    sizes = engine._sizes._replace(blocks=blocks, slots=rng.choice([1, 2, 8, 40, 40]))
+    engine._sizes = sizes
+    return engine
+
+
+def run_schedule(
+    model: Decoder, form: Form, seed: int, monkeypatch: pytest.MonkeyPatch, directory: Path
+) -> Counter[str]:
+    """What happened in it: how many tokens of drafts were accepted, and so on."""
+    rng = random.Random(seed)
+    drafter = Drafter(rng, form.vocab)
+    monkeypatch.setattr(scheduler, "propose", drafter)
+    jobs, wanted = [], []
+    for prompt in prompts_of(rng, form):
+        params = SamplingParams(temperature=rng.choice([0, 0, 1.0]), seed=rng.randrange(3))
+        stops = frozenset(rng.sample(range(form.vocab), rng.choice([0, 20])))
+        limits = Limits(rng.randint(1, form.longest_answer), stops)
+        wanted.append(alone(model, prompt, params, limits))
+        drafter.texts.append(prompt + wanted[-1])
+        jobs.append((prompt, params, limits, rng.choice([0, 3, MOST_DRAFTS])))
+    options: dict[str, Any] = {"block_size": rng.choice(form.block_sizes)}
+    if seed // 2 % 2 == 0:
+        return run_jobs(engine_of(model, form, rng, **options), rng, jobs, wanted, seed)
+    seen, options["prefix_dir"] = Counter[str](), directory / str(seed)
+    for at in (slice(len(jobs) // 2), slice(len(jobs))):
+        engine = engine_of(model, form, rng, **options)
+        seen += run_jobs(engine, rng, jobs[at], wanted[at], seed)
+        engine.close()
+    return seen
+
+
+def run_jobs(
+    engine: Engine, rng: random.Random, jobs: list[Any], wanted: list[list[int]], seed: int
+) -> Counter[str]:
+    events: dict[int, list[Any]] = {}
+    waiting, ids = list(jobs), list[int]()
+    while waiting or engine.has_work:
+        if waiting and rng.random() < 0.4:
+            prompt, params, limits, drafts = waiting.pop(0)
+            ids.append(
+                engine.add(
+                    prompt,
+                    params,
+                    limits,
+                    max_drafts=drafts,
+                    keep_prefix=rng.random() < 0.8,
+                    consumer=lambda event: events.setdefault(event.request_id, []).append(event),
+                )
+            )
+        if ids and rng.random() < 0.03:
+            engine.trim()
+        engine.step()
+    stats = engine.stats()
+    for id, tokens in zip(ids, wanted, strict=True):
+        if isinstance(last := events[id][-1], Failed):
+            assert isinstance(last.error, PoolFullError)  # a pool too small for it alone
+            continue
+        assert [e.token_id for e in events[id] if isinstance(e, NewToken)] == tokens, seed
+    return Counter(
+        accepted=stats.accepted_drafts,
+        rejected=stats.drafted_tokens - stats.accepted_drafts,
+        reused=stats.reused_tokens,
+        preempted=stats.preemptions,
+        disk=stats.disk_tokens,
+    )
