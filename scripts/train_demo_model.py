@@ -48,6 +48,7 @@ VAL = (
     "1 Corinthians 13|Revelation 5"
 ).split("|")
 BOS, EOS, CONTEXT = 0, 1, 1024
+IDS = {"bos_token_id": BOS, "eos_token_id": EOS}
 COMPUTE = torch.bfloat16  # of matrix products
 
 
@@ -298,32 +299,35 @@ def write_json(path, value):
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def export(out, model, tok, c):
-    """Write the checkpoint; what is stored are the masters in bf16."""
+def write_checkpoint(out, model, c):
+    """config.json and model.safetensors; what is stored are the masters in bf16."""
     from safetensors.torch import save_file
 
     tensors = {n: q.data.bfloat16().contiguous() for n, q in model.named_parameters()}
     save_file(tensors, str(out / "model.safetensors"), metadata={"format": "pt"})
-    tok.save(str(out / "tokenizer.json"))
     quantization = {
         "quant_method": "bitnet",
         "linear_class": "autobitlinear",
         "quantization_mode": "online",
         "modules_to_not_convert": None,
     }
-    ids = {"bos_token_id": BOS, "eos_token_id": EOS}
     head = {
         "architectures": ["BitNetForCausalLM"],
         "model_type": "bitnet",
         "torch_dtype": "bfloat16",
-        **ids,
+        **IDS,
         "attention_bias": False,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "use_cache": True,
     }
     write_json(out / "config.json", {**head, **c, "quantization_config": quantization})
-    write_json(out / "generation_config.json", {**ids, "do_sample": False})
+
+
+def write_text_files(out, tok):
+    """The tokenizer, and how to generate."""
+    tok.save(str(out / "tokenizer.json"))
+    write_json(out / "generation_config.json", {**IDS, "do_sample": False})
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": CONTEXT,
@@ -397,7 +401,8 @@ def main():
     nats, total = validate(model, val)
     bits = total / math.log(2) / sum(len(b.encode()) for b in held)
     print(f"{steps} steps; held out: {nats:.5f} nats per token, {bits:.5f} bits per byte")
-    export(a.out, model, tok, c)
+    write_checkpoint(a.out, model, c)
+    write_text_files(a.out, tok)
 
 
 if __name__ == "__main__":

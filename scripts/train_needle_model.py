@@ -10,14 +10,13 @@ tokenizer, texts are ids. It takes about ten minutes on one core. It must not kn
 """
 
 import argparse
-import json
 import time
 from pathlib import Path
 
 import torch
 
 import train_demo_model as demo
-from train_demo_model import BitNet, learning_rate, make_optimizer
+from train_demo_model import BitNet, learning_rate, make_optimizer, write_checkpoint
 
 CONTEXT, ASK, COUNT = 4096, 2, 8  # keys, and values
 KEYS, VALUES, FACTS, FILLER = 16, 24, 32, 96  # the first ids of each; KEYS + 3, say, is key 3
@@ -63,32 +62,6 @@ def answers(model, ids, places):
     return losses.gather(1, places)
 
 
-def export(out, model):
-    from safetensors.torch import save_file
-
-    tensors = {n: q.data.bfloat16().contiguous() for n, q in model.named_parameters()}
-    save_file(tensors, str(out / "model.safetensors"), metadata={"format": "pt"})
-    quantization = {
-        "quant_method": "bitnet",
-        "linear_class": "autobitlinear",
-        "quantization_mode": "online",
-        "modules_to_not_convert": None,
-    }
-    head = {
-        "architectures": ["BitNetForCausalLM"],
-        "model_type": "bitnet",
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "use_cache": True,
-    }
-    config = {**head, **ARCHITECTURE, "quantization_config": quantization}
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
 def main():
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -119,7 +92,7 @@ def main():
             if step % 50 == 49:
                 said = f"{length} tokens, step {done}: loss {loss.item():.4f}"
                 print(f"{said} {time.time() - start:.0f} s", flush=True)
-    export(a.out, model)
+    write_checkpoint(a.out, model, ARCHITECTURE)
 
 
 if __name__ == "__main__":

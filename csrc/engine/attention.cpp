@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
-#include <cmath>
 #include <cstring>
 
 #include "kernels/dispatch.h"
@@ -506,13 +505,10 @@ void AttentionPlan::choose(const KernelTable& table, const AttentionBuffers& buf
                            int64_t end, float* shared, float* own) const {
   BumpAllocator allocator(reinterpret_cast<char*>(own));
   const ChoosingMemory memory = choosing_memory(allocator);
-  const auto group = [this](size_t i) -> const Group& {
-    return groups_[static_cast<size_t>(choosing_[i])];
-  };
   const auto last = static_cast<size_t>(end);
   for (auto i = static_cast<size_t>(begin); i < last;) {
     size_t j = i + 1;
-    while (j < last && group(i).tokens == 1 && group(j).token == group(i).token) ++j;
+    while (j < last && choosing(i).tokens == 1 && choosing(j).token == choosing(i).token) ++j;
     choose(table, buffers, i, j, shared, memory);
     i = j;
   }
@@ -524,27 +520,24 @@ void AttentionPlan::choose(const KernelTable& table, const AttentionBuffers& buf
   const CachePool& pool = buffers.pool;
   const int64_t dim = shape_.dim, per_block = pool.block_size / kAttentionChunk;
   const int64_t stride = attention_padded(most_pages_);
-  const auto group = [this](size_t i) -> const Group& {
-    return groups_[static_cast<size_t>(choosing_[i])];
-  };
-  const int64_t tokens = group(first).tokens;
+  const int64_t tokens = choosing(first).tokens;
   float* sums = memory.sums;
   for (size_t i = first; i < last; ++i) {
     for (int64_t t = 0; t < tokens; ++t, sums += 2 * dim) {
       const int64_t at =
-          ((group(i).token + t) * shape_.kv_heads + group(i).kv_head) * rows_per_token_ * dim;
+          ((choosing(i).token + t) * shape_.kv_heads + choosing(i).kv_head) * rows_per_token_ * dim;
       table.load_row(shape_.query_type,
                      offset_bytes(buffers.query, at * element_size(shape_.query_type)),
                      rows_per_token_ * dim, memory.queries);
       add_queries(memory.queries, rows_per_token_, dim, shape_.scale, sums);
     }
   }
-  const int64_t* blocks = sequences_.blocks(group(first).sequence);
+  const int64_t* blocks = sequences_.blocks(choosing(first).sequence);
   const auto bounds_of = [&](int64_t page) {  // of the first KV head
-    return pool.bounds.at(blocks[page / per_block], page % per_block, group(first).kv_head);
+    return pool.bounds.at(blocks[page / per_block], page % per_block, choosing(first).kv_head);
   };
   constexpr int64_t kPages = 4;  // at once
-  const int64_t others = (group(first).position + tokens - 1) / kAttentionChunk;
+  const int64_t others = (choosing(first).position + tokens - 1) / kAttentionChunk;
   const char *now[kPages], *next[kPages];
   const void* rows[kPages];
   for (int64_t p = 0; p < std::min(kPages, others); ++p) next[p] = bounds_of(p);
@@ -566,7 +559,7 @@ void AttentionPlan::choose(const KernelTable& table, const AttentionBuffers& buf
   }
   for (size_t i = first; i < last; ++i) {
     float* scores = memory.scores + static_cast<int64_t>(i - first) * tokens * stride;
-    list_choice(table, group(i), scores, choice_of(group(i), shared), memory);
+    list_choice(table, choosing(i), scores, choice_of(choosing(i), shared), memory);
   }
 }
 

@@ -118,6 +118,7 @@ class AttentionPlan {
   void choose_block_tokens(int64_t threads);
   void make_groups();
   void add_choice(Group& group);
+  const Group& choosing(size_t i) const { return groups_[static_cast<size_t>(choosing_[i])]; }
   // A thread's memory to choose, for one KV head after the other or several of one token.
   struct ChoosingMemory {
     float *queries, *sums, *scores;

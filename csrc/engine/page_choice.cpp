@@ -45,7 +45,8 @@ int64_t count_by_weight(const KernelTable& table, const AttentionPolicy& policy,
              (static_cast<double>(top) - static_cast<double>(scores[page]));
   const double entropy = std::log(sum) + below * static_cast<double>(inv) / sum;
   const double spread = std::clamp(entropy / std::log(static_cast<double>(others)), 0.0, 1.0);
-  return share_of(policy.min_ratio + (policy.max_ratio - policy.min_ratio) * spread, pages);
+  const double ratio = policy.min_ratio + (policy.max_ratio - policy.min_ratio) * spread;
+  return std::max(share_of(ratio, pages), fewest_of_share(policy, pages));
 }
 
 }  // namespace
@@ -83,12 +84,10 @@ int64_t choose_pages(const KernelTable& table, const AttentionPolicy& policy, in
     score = score == score ? std::clamp(score, -FLT_MAX, FLT_MAX) : FLT_MAX;
   }
   int64_t count = most_pages_read(policy, pages);
-  if (policy.threshold > 0 || policy.min_ratio != policy.max_ratio) {
+  if (finite && (policy.threshold > 0 || policy.min_ratio != policy.max_ratio)) {
     const float top = table.max_row(scores, others);
     count =
-        finite ? count_by_weight(table, policy, rows, scores, top, pages, memory.weights) : pages;
-    const int64_t least = policy.threshold > 0 ? fewest : fewest_of_share(policy, pages);
-    count = std::clamp(count, least, most_pages_read(policy, pages));
+        std::min(count, count_by_weight(table, policy, rows, scores, top, pages, memory.weights));
   }
   std::iota(ids, ids + sinks, 0);
   const int64_t best = count - fewest;  // by their scores
