@@ -74,6 +74,9 @@ class RandomTensors final : public engine::TensorSource {
     if (shared == nullptr) shared = floats(name, k);
     return {shared, block_};
   }
+  const uint8_t* columns(const std::string&, int64_t rows, int64_t k) override {
+    return some_bytes(layout::column_panels(rows) * k * layout::kColumnBytes);
+  }
   const float* matrix(const std::string& name, int64_t rows, int64_t n) override {
     return floats(name, rows * n);
   }
