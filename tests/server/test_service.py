@@ -209,6 +209,28 @@ def test_ten_times_the_capacity() -> None:
         until(idle(app, lm))
 
 
+def test_metrics_say_what_policies_left_out() -> None:
+    sparse = bitnet_ops.load(attention="window:64", activation_sparsity="exact")
+    models = {"sparse": sparse, "plain": bitnet_ops.load()}
+    names = "bitnet_attention_skipped_ratio", "bitnet_columns_skipped_ratio"
+
+    def shown(address: str) -> dict[tuple[str, str], float]:
+        text = httpx.get(f"{address}/metrics").text
+        found = re.findall(r'^(\w+_skipped_ratio)\{model="(\w+)"\} (\S+)$', text, re.M)
+        return {(name, model): float(value) for name, model, value in found}
+
+    with serving(app_of(models)) as address:
+        assert shown(address) == {(name, model): 0 for name in names for model in models}
+        for model in models:
+            body = {"model": model, "prompt": "And God said. " * 40, "max_tokens": 20}
+            assert httpx.post(f"{address}/v1/completions", json=body, timeout=60).is_success
+        stats, found = sparse.engine.stats(), shown(address)
+    assert found.pop((names[0], "sparse")) == pytest.approx(1 - stats.attention_read)
+    assert found.pop((names[1], "sparse")) == pytest.approx(stats.inputs_skipped)
+    assert 0 < stats.attention_read < 0.95 and 0.5 < stats.inputs_skipped < 1
+    assert found == {(name, "plain"): 0 for name in names}
+
+
 def test_preempted_answers_are_the_same() -> None:
     lm = bitnet_ops.load(kv_cache_mb=2)  # ten blocks
     alone = bitnet_ops.load()

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from bitnet_ops.generate.scheduler import EngineStats
+
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 INTERVAL_S, _POINTS = 2.0, 150
 
@@ -37,6 +39,18 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+        self._pages_skipped = Gauge(
+            "bitnet_attention_skipped_ratio",
+            "Share of the pages of cached positions that attention policies left out.",
+            ["model"],
+            registry=self.registry,
+        )
+        self._columns_skipped = Gauge(
+            "bitnet_columns_skipped_ratio",
+            "Share of down's columns that activation sparsity left out, of single tokens.",
+            ["model"],
+            registry=self.registry,
+        )
         self.show("bitnet_generated_tokens", "Tokens generated.", lambda: self.generated)
         self.show("bitnet_prompt_tokens", "Prompt tokens computed.", lambda: self.prompt)
         self.show("bitnet_cached_tokens", "Prompt tokens not computed.", lambda: self.cached)
@@ -44,6 +58,11 @@ class Metrics:
     def show(self, name: str, help: str, value: Callable[[], float]) -> None:
         """Have `value()` in the text."""
         Gauge(name, help, registry=self.registry).set_function(value)
+
+    def show_skipped(self, model: str, stats: Callable[[], EngineStats]) -> None:
+        """Have in the text what the policies of a model's engine have left out."""
+        self._pages_skipped.labels(model).set_function(lambda: 1 - stats().attention_read)
+        self._columns_skipped.labels(model).set_function(lambda: stats().inputs_skipped)
 
     def ended(self, outcome: str) -> None:
         self.requests[outcome] += 1

@@ -78,6 +78,9 @@ class Service:
         self._catalog = catalog
         self._postbox = Postbox(asyncio.get_running_loop())
         self._thread = EngineThread(*(lm.engine for lm in catalog.models))
+        for one in catalog:
+            if one.adapter is None:
+                self.metrics.show_skipped(one.name, one.lm.engine.stats)
         self.gate.closed, self.state = "", "ready"
 
     @property
