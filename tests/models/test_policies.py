@@ -162,6 +162,8 @@ def test_what_policies_mean() -> None:
         ("top_k:nan", "top_k above 0 and at most 1, got 'nan'"),
         ("threshold:-0.5", "threshold above 0 and at most 1, got '-0.5'"),
         ("dynamic:min_ratio=0.5", "max_ratio, got nothing"),
+        ("dynamic:min_ratio=0,max_ratio=0.5", "min_ratio above 0 and at most 1, got '0'"),
+        ("dynamic:min_ratio=0.5,max_ratio=1.5", "max_ratio above 0 and at most 1, got '1.5'"),
         ("dynamic:min_ratio=0.5,max_ratio=0.4", "min_ratio at most max_ratio, got 0.5"),
         ("dynamic:0.5", "each once, got 'dynamic'"),
         ("windows:4", "one of window:..., top_k:.*got 'windows:4'"),
@@ -178,11 +180,15 @@ def test_what_is_not_clear_is_refused(text: str, words: str) -> None:
         policies(text, num_hidden_layers=2)
 
 
-def test_layers_that_no_policy_changes_are_named() -> None:
+def test_a_policy_beside_a_window_of_the_models_own_is_refused() -> None:
     with pytest.raises(AttentionPolicyError, match="got 0, which has a window of its own .5 pos"):
         policies("window:3@0", windows=(5, 0), num_hidden_layers=2)
-    with pytest.raises(AttentionPolicyError, match="got has a window of its own"):
+    with pytest.raises(AttentionPolicyError, match="got one whose layer 0 has a window of its own"):
         policies("window:3", windows=(5, 5), num_hidden_layers=2)
+
+
+def test_a_policy_on_a_layer_without_attention_is_refused() -> None:
+    """Where it names no layers, it is not that layer's."""
     config = ModelConfig.from_hf(hybrids.nested_config(hybrids.make()))
     layer = config.delta_net.layers[0] if config.delta_net else -1
     with pytest.raises(AttentionPolicyError, match=f"got {layer}, which has no attention"):

@@ -89,7 +89,8 @@ def read_policies(
         policy = _policy(words)
         named = [*_numbers(where, layers)] if at else [i for i in range(layers) if own(i) is None]
         if not named:
-            _fail("a model with a layer that attends to all positions", own(0))
+            expected = "a model with a layer that attends to all positions"
+            _fail(expected, f"one whose layer 0 {own(0)}")
         for layer in named:
             if (reason := own(layer)) is not None:
                 _fail("layers that attend to all positions", f"{layer}, which {reason}")
