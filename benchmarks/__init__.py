@@ -17,5 +17,7 @@ Run from the root of the source tree, each with --help:
     python -m benchmarks.count_loops           instructions and cycles of the inner loops
     python -m benchmarks.compare_heads         what head formats cost in quality; compare_kv:
                                                caches; compare_activations: activations
+    python -m benchmarks.attention_quality     what attention policies cost in quality, with --plot;
+                                               needle: what they find; sparsity_quality: zeros
     python -m benchmarks.measure_convert       peak memory and speed of `bitnet-ops convert`
 """

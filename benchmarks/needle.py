@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import bitnet_ops
-from benchmarks.attention_quality import POLICIES
+from benchmarks.attention_policies import POLICIES
 from bitnet_ops import _runtime
 from bitnet_ops.cli.terminal import print_result
 from bitnet_ops.models import Decoder

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,19 @@ from bitnet_ops.nn.storage import FORMATS
 Report = dict[str, Any]
 Row = dict[str, Any]
 _SIZE, _DPI = (6.4, 4.0), 80
-_MARKS = dict(zip(FORMATS, "os^vDP", strict=False))
+_SHAPES = "os^vDP"
+_MARKS = dict(zip(FORMATS, _SHAPES, strict=False))
 
 
 def available() -> bool:
     """Whether pictures can be drawn: they need matplotlib."""
     return importlib.util.find_spec("matplotlib") is not None
+
+
+def require(parser: argparse.ArgumentParser) -> None:
+    """End with an error of the command line where pictures cannot be drawn."""
+    if not available():
+        parser.error("expected matplotlib, got no such module; pip install matplotlib")
 
 
 def _figure() -> tuple[Any, Any]:
@@ -193,6 +201,34 @@ def draw_parts(report: Report, path: Path) -> Path:
     return _save(figure, path)
 
 
+@dataclass(frozen=True)
+class Field:
+    """One field of draw_quality: (x, y) of each line, and what y is where nothing is left out."""
+
+    xlabel: str
+    ylabel: str
+    lines: Mapping[str, Sequence[tuple[float, float]]]
+    whole: tuple[str, float]
+
+
+def draw_quality(fields: Sequence[Field], path: Path) -> Path:
+    """Fields side by side that share their lines, whose names stand below them."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.5 * len(fields), 3.6), dpi=90, layout="constrained")
+    for field, axes in zip(fields, figure.subplots(1, len(fields), squeeze=False)[0], strict=True):
+        name, value = field.whole
+        axes.axhline(value, color="grey", linewidth=0.8, linestyle="--", label=name)
+        for number, (line, points) in enumerate(field.lines.items(), start=1):
+            xs, ys = zip(*sorted(points), strict=True)
+            axes.plot(xs, ys, f"{_SHAPES[number - 1]}-", color=f"C{number}", ms=5, label=line)
+        axes.set(xlabel=field.xlabel, ylabel=field.ylabel)
+        axes.grid(visible=True, alpha=0.3)
+    names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*names, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    return _save(figure, path)
+
+
 def draw_ops(report: Report, directory: Path) -> list[Path]:
     """Every plot of a report of `bench ops`."""
     return _draw(report, directory, {"roofline": draw_roofline, "sweep": draw_sweep})
@@ -217,8 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT", help="of --output")
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     args = parser.parse_args(argv)
-    if not available():
-        parser.error("expected matplotlib, got no such module; pip install matplotlib")
+    require(parser)
     args.folder.mkdir(parents=True, exist_ok=True)
     for file in args.reports:
         report = json.loads(file.read_text(encoding="utf-8"))

@@ -1,15 +1,19 @@
 """Activation sparsity on the demo model's held-out text: what it drops, and what that costs.
 
-    python -m benchmarks.sparsity_quality tests/data/demo-model/val.txt [--json]
+    python -m benchmarks.sparsity_quality tests/data/demo-model/val.txt [--plot FILE.png] [--json]
 
 Whole contexts of 1,024 tokens. zeros: share of the codes of down_proj's input that are 0; cosine:
 of what down_proj gives with what it gives for all codes, of the same input, the mean over layers
 and tokens; loss: nats a token behind the first half of a context, the policy in every layer.
+
+--plot measures each kind of policy from little that is dropped to much, and draws both against the
+share of zeros.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 import bitnet_ops
+from benchmarks import plots
 from bitnet_ops import ops
 from bitnet_ops.cli.terminal import print_result
 from bitnet_ops.config.sparsity import read_sparsity
@@ -28,7 +33,15 @@ POLICIES = (
     "exact", "threshold:0.02", "threshold:0.05", "threshold:0.1", "top_k:0.7", "top_k:0.5",
     "top_k:0.1", "top_k:0.05", "top_k:0.03", "adaptive:min_ratio=0.02,max_ratio=0.1",
 )  # fmt: skip
+_RATIOS = ((0.05, 0.2), (0.02, 0.1), (0.02, 0.05), (0.01, 0.04), (0.01, 0.03))
+CURVES = {
+    "exact": ["exact"],
+    "threshold": [f"threshold:{t}" for t in (0.01, 0.02, 0.03, 0.05, 0.075, 0.1)],
+    "top_k": [f"top_k:{r}" for r in (0.1, 0.07, 0.05, 0.04, 0.03, 0.025)],
+    "adaptive": [f"adaptive:min_ratio={a},max_ratio={b}" for a, b in _RATIOS],
+}
 CONTEXT = 1024
+Row = dict[str, float]
 
 
 @torch.inference_mode()
@@ -43,11 +56,13 @@ def loss(lm: bitnet_ops.LanguageModel, texts: torch.Tensor, policy: str | None) 
 
 
 @torch.inference_mode()
-def effects(lm: bitnet_ops.LanguageModel, texts: torch.Tensor) -> dict[str, tuple[float, float]]:
+def effects(
+    lm: bitnet_ops.LanguageModel, texts: torch.Tensor, policies: Sequence[str]
+) -> dict[str, tuple[float, float]]:
     """Of every policy (share of zeros, cosine)."""
     model, plain = lm.model, Composed.project
-    lines = {policy: Line("mlp", dict(read_sparsity(policy).keys)) for policy in POLICIES}
-    sums = {policy: [0.0, 0.0, 0] for policy in POLICIES}
+    lines = {policy: Line("mlp", dict(read_sparsity(policy).keys)) for policy in policies}
+    sums = {policy: [0.0, 0.0, 0] for policy in policies}
 
     def project(self: Composed, line: Line, key: str, x: torch.Tensor) -> torch.Tensor:
         dense = plain(self, line, key, x)
@@ -71,18 +86,39 @@ def effects(lm: bitnet_ops.LanguageModel, texts: torch.Tensor) -> dict[str, tupl
     return {policy: (zeros / n, cosine / n) for policy, (zeros, cosine, n) in sums.items()}
 
 
+def draw(rows: Mapping[str, Row], file: Path) -> Path:
+    """Cosine and loss against the zeros, a line for each kind of policy."""
+
+    def field(label: str, key: str) -> plots.Field:
+        lines = {
+            kind: [(100 * rows[name]["zeros"], rows[name][key]) for name in names]
+            for kind, names in CURVES.items()
+        }
+        whole = ("all codes", rows["exact"][key])  # exact drops none
+        return plots.Field("codes of down's input that are 0, %", label, lines, whole)
+
+    fields = [field("cosine of down's output", "cosine"), field("loss, nats a token", "loss")]
+    return plots.draw_quality(fields, file)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("text", type=Path)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="quality against zeros")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if args.plot:
+        plots.require(parser)
     lm = bitnet_ops.load()
     ids = torch.tensor(lm.encode(args.text.read_text(encoding="utf-8")))
     texts = ids[: len(ids) // CONTEXT * CONTEXT].view(-1, CONTEXT)
+    policies = [one for kind in CURVES.values() for one in kind] if args.plot else POLICIES
     rows = {
         policy: {"zeros": zeros, "cosine": cosine, "loss": loss(lm, texts, policy)}
-        for policy, (zeros, cosine) in effects(lm, texts).items()
+        for policy, (zeros, cosine) in effects(lm, texts, policies).items()
     }
+    if args.plot:
+        draw(rows, args.plot)
     shown = [f"{len(texts)} texts of {CONTEXT} tokens", "| policy | zeros | cosine | loss |"]
     shown += ["|---|---|---|---|"]
     shown += [

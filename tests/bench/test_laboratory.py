@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from bitnet_ops.config.attention import read_policies
+from bitnet_ops.config.sparsity import read_sparsity
+
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = sorted(
     path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "xllamacpp_worker"
@@ -66,6 +69,27 @@ def test_every_entry_point_runs(words: str, shown: str, tmp_path: Path) -> None:
         reports = sorted(tmp_path.glob("*.json"))
         assert [path.stem for path in reports] == ["goals", "model", "ops", "small-model"]
         assert len(list(tmp_path.glob("*.png"))) in (0, 6)
+
+
+def test_curves_of_quality_are_of_policies_that_there_are() -> None:
+    from benchmarks import attention_policies, sparsity_quality
+
+    kinds = attention_policies.CURVES
+    for kind, texts in {**kinds, "table": attention_policies.POLICIES.values()}.items():
+        for text in texts:
+            (policy,) = read_policies(text, 1, lambda _: None)
+            assert policy is not None and (policy.kind == kind or kind == "table")
+    for kind, texts in sparsity_quality.CURVES.items():
+        assert {read_sparsity(text).kind for text in texts} == {kind}
+
+
+def test_quality_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.plots import Field, draw_quality
+
+    lines = {"window": [(50.0, 0.9), (20.0, 0.5)], "exact": [(90.0, 1.0)]}
+    fields = [Field("read, %", what, lines, ("all", 1.0)) for what in ("cosine", "loss")]
+    assert draw_quality(fields, tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_process_that_dies_or_complains_is_an_error() -> None:
