@@ -161,6 +161,7 @@ PYBIND11_MODULE(_runtime, m) {
         row["cpu"] = bitnet::tuning().cpu;
         row["prefetch_bytes"] = bitnet::tuning().prefetch_bytes;
         row["head_into_l2"] = bitnet::tuning().head_into_l2;
+        row["sum_tables"] = bitnet::tuning().sum_tables;
         return row;
       },
       "What is tuned to the make of the CPU.");

@@ -4,8 +4,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
 
 #include "format/layout.h"
+#include "runtime/memory.h"
+#include "runtime/tuning.h"
 
 namespace bitnet::engine {
 namespace {
@@ -13,7 +16,9 @@ namespace {
 int64_t ceil_div(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 // Tokens with groups are rows as they lie, and the values of a call stay in L1 as its sums would.
-ProductBlocking blocking_of(const KernelTable& table, int64_t tokens, int64_t k, bool grouped) {
+ProductBlocking blocking_of(const KernelTable& table, int64_t tokens, int64_t k, bool grouped,
+                            int64_t table_rows) {
+  if (table_rows != 0) return table.table_blocking(tokens, table_rows);
   const ProductBlocking blocking = table.product_blocking(tokens, k);
   return grouped ? ProductBlocking{.claim_parts = blocking.claim_parts} : blocking;
 }
@@ -22,6 +27,32 @@ ProductBlocking blocking_of(const KernelTable& table, int64_t tokens, int64_t k,
 int64_t tokens_of_block(int64_t tokens, int64_t blocks, int64_t tile) {
   const int64_t each = ceil_div(tokens, blocks);
   return tile == 0 ? each : ceil_div(each, tile) * tile;
+}
+
+// A total in the fewest parts of at most so many, as equal as can be.
+int64_t even_part(int64_t total, int64_t most) {
+  return total <= most ? std::max<int64_t>(total, 1) : ceil_div(total, ceil_div(total, most));
+}
+
+// Rows of a product that is made by tables of sums: if each thread has as many as are worth the
+// building, in whatever blocks of tokens. Else 0.
+int64_t table_rows_of(const KernelTable& table, const ProductShape& s, int64_t threads) {
+  if (!s.tiles || s.grouped || !tuning().sum_tables) return 0;
+  const int64_t rows = s.row_blocks * s.block_rows;
+  const ProductBlocking all = table.table_blocking(s.tokens, rows);
+  if (all.scratch_bytes == 0) return 0;
+  const int64_t of_thread = rows * ceil_div(s.tokens, all.token_multiple) / threads;
+  return table.table_blocking(s.tokens, of_thread).scratch_bytes == 0 ? 0 : rows;
+}
+
+// Memory of this thread for the kernels. A call that gets none does without.
+void* thread_scratch(int64_t bytes) {
+  thread_local Workspace workspace;
+  try {
+    return workspace.reserve(bytes);
+  } catch (const std::exception&) {
+    return nullptr;
+  }
 }
 
 // Units of equal work that so many threads take at once, one each, again and again.
@@ -42,13 +73,15 @@ bool end_together(int64_t units, int64_t threads) {
 // matrix unit multiplies about four times as much in the same time, and reads tiles of tokens.
 ProductCut cut_for(const KernelTable& table, const ProductShape& s, int64_t threads) {
   constexpr int64_t kLeastTokens = 16, kMostParts = 8, kUnitsPerThread = 8;
-  if (threads == 1) return {};
-  const ProductBlocking blocking = blocking_of(table, s.tokens, s.k, s.grouped);
-  ProductCut best{ceil_div(s.tokens, blocking.tokens), 1};
+  const int64_t table_rows = table_rows_of(table, s, threads);
+  if (threads == 1) return {.table_rows = table_rows};
+  const ProductBlocking blocking = blocking_of(table, s.tokens, s.k, s.grouped, table_rows);
+  const int64_t multiple = std::max(blocking.token_tile, blocking.token_multiple);
+  ProductCut best{ceil_div(s.tokens, blocking.tokens), 1, table_rows};
   int64_t most = best.token_blocks * s.row_blocks;  // units of the best
   if (most == 0 || end_together(most, threads)) return best;
   const int64_t least_macs = blocking.finishes_sums ? 4 * kMinMacs : kMinMacs;
-  const int64_t least_tokens = std::max(kLeastTokens, blocking.token_tile);
+  const int64_t least_tokens = std::max(kLeastTokens, multiple);
   const auto found = [&](const ProductCut& cut) {
     const int64_t units = cut.token_blocks * cut.k_parts * s.row_blocks;
     if (rounds(units, threads) * most >= rounds(most, threads) * units) return false;
@@ -61,12 +94,12 @@ ProductCut cut_for(const KernelTable& table, const ProductShape& s, int64_t thre
   };
   ProductCut cut = best;
   for (int64_t n = cut.token_blocks + 1; n <= ceil_div(s.tokens, least_tokens); ++n) {
-    const int64_t tokens = tokens_of_block(s.tokens, n, blocking.token_tile);
+    const int64_t tokens = tokens_of_block(s.tokens, n, multiple);
     if (ceil_div(s.tokens, tokens) != n || !fits(tokens, s.k)) continue;
     cut.token_blocks = n;
     if (found(cut)) return best;
   }
-  const int64_t tokens = tokens_of_block(s.tokens, cut.token_blocks, blocking.token_tile);
+  const int64_t tokens = tokens_of_block(s.tokens, cut.token_blocks, multiple);
   if (!s.splits_k || tokens > kMostPartTokens) return best;
   for (cut.k_parts = 2; cut.k_parts <= kMostParts; ++cut.k_parts) {
     if (!fits(tokens, s.k / cut.k_parts)) break;
@@ -100,13 +133,15 @@ Product::Product(const KernelTable& table, const QuantizedTokens& x, const Proje
       x_(x),
       projections_(projections),
       count_(count),
-      blocking_(blocking_of(table, x.tokens, x.k, projections[0].grouped())),
+      blocking_(blocking_of(table, x.tokens, x.k, projections[0].grouped(), cut.table_rows)),
       parts_(parts),
       token_blocks_(ceil_div(x.tokens, blocking_.tokens)),
       k_parts_(cut.k_parts) {
   finer_ = cut.token_blocks > token_blocks_ || k_parts_ > 1;
   if (cut.token_blocks != 0) token_blocks_ = cut.token_blocks;
-  block_tokens_ = token_blocks_ == 0 ? 1 : tokens_of_block(x.tokens, token_blocks_, x.tile);
+  block_tokens_ = token_blocks_ == 0 ? 1
+                                     : tokens_of_block(x.tokens, token_blocks_,
+                                                       std::max(x.tile, blocking_.token_multiple));
   for (int64_t i = 0; i < count; ++i) {
     row_blocks_ += projections[i].weight->row_blocks;
     most_block_rows_ = std::max(most_block_rows_, projections[i].weight->block_rows);
@@ -116,6 +151,10 @@ Product::Product(const KernelTable& table, const QuantizedTokens& x, const Proje
 
 ClaimRule Product::claim() const {
   if (finer_) return {1, std::max(k_parts_, token_blocks_), blocking_.claim_parts};
+  if (blocking_.even_rows) {
+    const int64_t part = even_part(row_blocks_, blocks_at_once(most_block_rows_, all_finished_));
+    return {part, part, blocking_.claim_parts};
+  }
   const int64_t across = blocking_.tokens_outermost ? 1 : token_blocks_;
   const int64_t most = blocks_at_once(most_block_rows_, all_finished_) * across;
   const int64_t least = std::min(blocking_.least_rows / most_block_rows_, row_blocks_) * across;
@@ -135,7 +174,8 @@ int64_t Product::blocks_at_once(int64_t block_rows, bool finished) const {
 }
 
 int64_t Product::row_blocks_at_once(const Weight& weight) const {
-  return blocks_at_once(weight.block_rows, finishes(weight));
+  const int64_t most = blocks_at_once(weight.block_rows, finishes(weight));
+  return blocking_.even_rows ? even_part(weight.row_blocks, most) : most;
 }
 
 void Product::run(int64_t begin, int64_t end) const {
@@ -232,7 +272,8 @@ void Product::multiply(const Projection& p, int64_t block, int64_t blocks,
   alignas(64) int32_t sums[kMaxProductSums];
   const int64_t token = token_block * block_tokens_;
   if (token >= x_.tokens) return;  // blocks of whole tiles may be fewer
-  const SumsJob job = job_of(p, block, blocks, token, sums);
+  SumsJob job = job_of(p, block, blocks, token, sums);
+  if (blocking_.scratch_bytes != 0) job.scratch = thread_scratch(blocking_.scratch_bytes);
   if (p.grouped()) return multiply_grouped(p, job, token);
   multiply_and_store(table_, *p.weight, job, epilogue_of(p, job, token));
 }
@@ -363,13 +404,14 @@ struct OneStage {
 
 void multiply(const KernelTable& table, const QuantizedTokens& x, const Projection* projections,
               int64_t count) {
-  ProductShape shape{x.tokens, x.k, 0, 1, projections[0].grouped(), false};
+  ProductShape shape{x.tokens, x.k, 0, 1, projections[0].grouped(), false, true};
   int64_t macs = 0;
   for (int64_t i = 0; i < count; ++i) {
     const Weight& w = *projections[i].weight;
     macs += w.n_rows * x.k * x.tokens;
     shape.row_blocks += w.row_blocks;
     shape.block_rows = std::max(shape.block_rows, w.block_rows);
+    if (w.format == WeightFormat::kCanonical) shape.tiles = false;
   }
   const int64_t threads = partitions_for(StagedExecutor::kMaxPartitions, macs, kMinMacs);
   const Product product(table, x, projections, count, cut_for(table, shape, threads));

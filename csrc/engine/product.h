@@ -43,6 +43,7 @@ Projection make_sums(const Weight& weight, int32_t* out);
 // number of k that the table's matrix unit takes.
 struct ProductCut {
   int64_t token_blocks = 0, k_parts = 1;
+  int64_t table_rows = 0;       // by tables of sums, of so many rows; 0: by multiplication
   int64_t cells = 0, sums = 0;  // sizes of PartSums, if there is more than one part
 };
 
@@ -52,6 +53,7 @@ struct ProductShape {
   int64_t row_blocks, block_rows;  // of all projections
   bool grouped;                    // has group scales
   bool splits_k;                   // K may be cut: the caller provides PartSums
+  bool tiles = false;              // all weights are in tiles
 };
 
 // The coarsest cut that has enough units for all threads to end together. Blocks get fewer tokens

@@ -26,7 +26,8 @@ TileJob tile_job(const Weight& w, const SumsJob& job) {
           job.out_stride,
           tuning().prefetch_bytes,
           job.x_step_stride,
-          tuning().shared_ports};
+          tuning().shared_ports,
+          job.scratch};
 }
 
 void multiply_tiles(const KernelTable& table, const Weight& w, const SumsJob& job) {

@@ -48,6 +48,7 @@ struct SumsJob {
   int64_t tokens;
   int32_t* out;  // row i of the run and token m at out[m * out_stride + i]
   int64_t out_stride;
+  void* scratch = nullptr;  // TileJob::scratch
 };
 
 // The exact sums of the job.  Zeros stand in x from k to the next multiple of 128.  Writes whole

@@ -30,6 +30,7 @@ namespace {
 #include "kernels/ternary/canonical_pairs.inl"
 #include "kernels/ternary/epilogue.inl"
 #include "kernels/ternary/matrix.inl"
+#include "kernels/ternary/tables.inl"
 #include "kernels/ternary/canonical_matrix.inl"
 #include "kernels/ternary/gemm.inl"
 #include "kernels/ternary/group_gemm.inl"

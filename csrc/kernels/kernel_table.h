@@ -63,6 +63,8 @@ struct TileJob {
   // product_blocking asks for tiles of tokens.
   int64_t x_step_stride = 64;
   bool shared_ports = false;  // Tuning::shared_ports; a matter of time, not of sums
+  void* scratch = nullptr;    // ProductBlocking::scratch_bytes, aligned to 64; null: tile_product
+                              // does without
 };
 
 // Codes of a token that always lie together.
@@ -79,8 +81,11 @@ struct ProductBlocking {
   int64_t row_multiple = 1;       // canonical rows that are multiplied together
   int64_t claim_parts = 8;        // a claim takes one in so many of the units that are left
   int64_t token_tile = 0;         // 0: row-major; else tokens of a tile, 64 codes of each in turn
+  int64_t token_multiple = 1;     // tokens of a block are a multiple of so many, but for the last
   bool tokens_outermost = false;  // all rows for a block of tokens before the next, or the reverse
   bool finishes_sums = false;     // tile_product stores none, so `sums` does not bound its rows
+  bool even_rows = false;         // calls and claims of equal parts of all rows, of at most `rows`
+  int64_t scratch_bytes = 0;      // TileJob::scratch, of a call of at most `rows` rows
 };
 
 // A product whose rows have a scale for every group of 128 or 64 weights along K.  A token is one
@@ -313,6 +318,9 @@ struct KernelTable {
   void (*store_block)(const EpilogueJob& job);
   // How products of k features cut their work for so many tokens, in whatever format weights are.
   ProductBlocking (*product_blocking)(int64_t tokens, int64_t k);
+  // Likewise of `rows` rows in tiles without scales of groups, by tables of sums; scratch_bytes 0:
+  // not by tables.
+  ProductBlocking (*table_blocking)(int64_t tokens, int64_t rows);
 
   // ---- element types ------------------------------------------------------------------------
   // Every type but kInt8.  Loading is exact, storing rounds half to even.  Beyond the largest
@@ -483,8 +491,8 @@ struct KernelTable {
   .tile_product = tile_product, .group_gemm = group_gemm, .add_group = add_group,                 \
   .column_product = column_product, .list_nonzero = list_nonzero, .sum_i8 = sum_i8,               \
   .quantize_row = quantize_row, .store_block = store_block, .product_blocking = product_blocking, \
-  .load_row = load_row, .store_row = store_row, .round_row = round_row,                           \
-  .store_cache_row = store_cache_row, .rms_norm_row = rms_norm_row,                               \
+  .table_blocking = table_blocking, .load_row = load_row, .store_row = store_row,                 \
+  .round_row = round_row, .store_cache_row = store_cache_row, .rms_norm_row = rms_norm_row,       \
   .norm_quantize_row = norm_quantize_row, .add_row = add_row, .relu2_mul_row = relu2_mul_row,     \
   .silu_mul_row = silu_mul_row, .gelu_mul_row = gelu_mul_row, .sigmoid_mul_row = sigmoid_mul_row, \
   .hadamard_row = hadamard_row, .rope_head = rope_head, .attend_chunk = attend_chunk,             \

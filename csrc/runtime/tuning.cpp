@@ -53,18 +53,31 @@ void override_by(const char* text, Tuning& row) {
   if (!level.empty()) row.head_into_l2 = level == ":L2";
 }
 
+bool as_flag(const std::string& text) {
+  if (text == "0" || text == "1") return text == "1";
+  throw std::runtime_error("BITNET_OPS_TABLES: expected 0 or 1, got '" + text +
+                           "'; it says whether products of many tokens use tables of sums");
+}
+
 Tuning choose() {
-  constexpr unsigned kZen5 = 0x1a;
+  constexpr unsigned kZen3 = 0x19, kZen5 = 0x1a;  // the family of Zen 4 is that of Zen 3
   const Cpu cpu = this_cpu();
-  Tuning row{"unknown", 2048, false, true, false};
+  Tuning row{"unknown", 2048, false, true, false, false};
   if (cpu.vendor == "AuthenticAMD") {
     const bool newer = cpu.family >= kZen5;
-    row = {newer ? "AMD Zen 5 and later" : "AMD up to Zen 4", 6144, !newer, false, true};
+    row = {newer ? "AMD Zen 5 and later" : "AMD up to Zen 4",
+           6144,
+           !newer,
+           false,
+           true,
+           cpu.family == kZen3};
   }
-  if (cpu.vendor == "GenuineIntel") row = {"Intel", 2048, false, true, false};
+  if (cpu.vendor == "GenuineIntel") row = {"Intel", 2048, false, true, false, false};
   if (const char* wanted = std::getenv("BITNET_OPS_PREFETCH"); wanted != nullptr && *wanted != 0) {
     override_by(wanted, row);
   }
+  if (const char* wanted = std::getenv("BITNET_OPS_TABLES"); wanted != nullptr && *wanted != 0)
+    row.sum_tables = as_flag(wanted);
   return row;
 }
 

@@ -17,10 +17,14 @@ struct Tuning {
   // vdpbf16ps, where it is, takes no longer than a multiply-add, which does half of its work. On
   // Sapphire Rapids it takes four times as long.
   bool fast_pairs;
+  // Whether many tokens are multiplied by tables of sums (ternary/tables.inl), where an ISA has
+  // them: six instructions and three loads a cycle gain, four instructions do not.
+  bool sum_tables;
 };
 
 // The row of this CPU; BITNET_OPS_PREFETCH=bytes (0 to 65536) overrides the distance, bytes:L1 or
-// bytes:L2 where the heads fetch to as well.  Throws std::runtime_error on another value.
+// bytes:L2 where the heads fetch to as well; BITNET_OPS_TABLES=0 or 1 whether tables of sums are
+// used.  Throws std::runtime_error on another value.
 const Tuning& tuning();
 
 }  // namespace bitnet

@@ -360,6 +360,38 @@ void on_threads(const KernelTable& table) {
   pool_threads = 1;
 }
 
+// Matrices in tiles alone, of so many rows and tokens that they are multiplied by tables of sums
+// where the table has them: parts of rows that meet inside a matrix and at its end, blocks of
+// tokens that are not full, more threads than blocks.
+void tables_on_threads(const KernelTable& table) {
+  Random random(12);
+  const int64_t k = 192;
+  const Matrix q(random, table, WeightFormat::kTwoBit, 2300, k);
+  const Matrix v(random, table, WeightFormat::kBase3, 333, k);
+  const float scale = 0.5f;
+  for (const int64_t tokens : {16, 40, 140}) {
+    const Tokens x(random, table, tokens, k);
+    for (const int64_t threads : {1, 2, 3, 7}) {
+      begin_case("%s, %d tokens, %d threads", table.name, static_cast<int>(tokens),
+                 static_cast<int>(threads));
+      pool_threads = threads;
+      std::vector<float> of_q(at(tokens * 2300), -1.0f), of_v(at(tokens * 333), -1.0f);
+      const Projection both[] = {
+          engine::make_projection(q.weight, &scale, 1, DType::kF32, of_q.data()),
+          engine::make_projection(v.weight, &scale, 1, DType::kF32, of_v.data())};
+      engine::multiply(table, x.buffer.view(), both, 2);
+      check_stored(q, x, both[0], of_q, of_q);
+      check_stored(v, x, both[1], of_v, of_v);
+    }
+  }
+  pool_threads = 1;
+}
+
+TEST(tables_on_threads) {
+  use_plain_threads();
+  for (const KernelTable* table : tables_under_test()) tables_on_threads(*table);
+}
+
 TEST(on_threads) {
   use_plain_threads();
   for (const KernelTable* table : tables_under_test()) on_threads(*table);

@@ -48,7 +48,14 @@ def test_json_has_every_field(facts: dict[str, Any]) -> None:
         "amx": {"on_cpu", "permission"},
         "threads": {"torch", "logical_cpus", "affinity", "cgroup_quota", "available"}
         | {"environment", "physical_cores", "numa_nodes", "torch_alone", "default", "binding"},
-        "tuning": {"tile_lanes", "cpu", "prefetch_bytes", "head_into_l2", "error"},
+        "tuning": {
+            "tile_lanes",
+            "cpu",
+            "prefetch_bytes",
+            "head_into_l2",
+            "sum_tables",
+            "error",
+        },
         "torch": {"version", "location", "abi_floor"},
         "memory": {"total", "available", "limit"},
         "pages": {"page_bytes", "transparent_huge_pages", "placement", "placement_error"},
@@ -125,6 +132,7 @@ def test_placement_is_shown() -> None:
     [
         ("BITNET_OPS_MEMORY", "everywhere", "first_touch or interleave"),
         ("BITNET_OPS_PREFETCH", "far", "bytes from 0 to 65536"),
+        ("BITNET_OPS_TABLES", "yes", "0 or 1"),
     ],
 )
 def test_an_ill_set_variable_is_an_error_with_the_remedy(

@@ -85,15 +85,14 @@ bool has_side(const Step& step, const Linear& linear) {
 ProductCut cut_of(const PlanBuilder& plan, std::initializer_list<Target> targets, bool own_norms,
                   bool grouped) {
   const Step& step = plan.step();
-  if (step.partitions == 1) return {};
-  ProductShape shape{plan.rows().count, targets.begin()->linear->k, 0, 1, grouped, !grouped};
+  ProductShape shape{plan.rows().count, targets.begin()->linear->k, 0, 1, grouped, !grouped, true};
   // products with inputs of their own are several, and their cells would have to be told apart
   if (own_norms && targets.size() != 1) shape.splits_k = false;
   for (const Target& target : targets) {
     const Weight& w = target.linear->weight;
     shape.row_blocks += w.row_blocks;
     shape.block_rows = std::max(shape.block_rows, w.block_rows);
-    if (w.format == WeightFormat::kCanonical) shape.splits_k = false;
+    if (w.format == WeightFormat::kCanonical) shape.splits_k = shape.tiles = false;
   }
   return cut_for(*step.table, shape, step.partitions);
 }

@@ -99,6 +99,7 @@ struct TwoBitPlain {
 // are the top two bits of 3 q / 4 + 63, two roundings to nearest included (tests walk all 243).
 struct Base3Digits {
   static constexpr int kFields = 5, kDots = 5, kUnroll = 1, kTokens = 3, kZeroCode = 2;
+  static constexpr int kFactor = 1;  // of its codes
   static constexpr int64_t kFlush = 32, kPanelSteps = 32;
   static constexpr int64_t panel_from(bool) { return kTilePanelFrom; }
   struct Prepared {
@@ -122,6 +123,8 @@ struct Base3Digits {
   static void finish(TileSum (&)[5]) {}
 };
 using Base3 = Base3Digits;
+
+using SumTables = YmmTables;
 
 // ---- heads --------------------------------------------------------------------------------------
 
@@ -223,10 +226,10 @@ inline F32x16 head4_float(Head4Acc acc, int32_t offset) {
   return head4_less(acc.lo, acc.hi, offset);
 }
 
-BITNET_OVERRIDES(kFlushSteps, kGemvStreams, Partial, dot, kDotInTwoSteps, widen, kRowPanelFrom,
-                 kRowPanelFlush, kTileStreams, tile_dot, TwoBit, TwoBitPlain, Base3Digits, Base3,
-                 kHeadStreams, kHead4Streams, kHeadPairRows, head_distance, kHead8Step,
-                 kHead8FlushSteps, kHead8Unroll, kHead8Rows, kHead8Tokens, kHead8Offset,
+BITNET_OVERRIDES(SumTables, kFlushSteps, kGemvStreams, Partial, dot, kDotInTwoSteps, widen,
+                 kRowPanelFrom, kRowPanelFlush, kTileStreams, tile_dot, TwoBit, TwoBitPlain,
+                 Base3Digits, Base3, kHeadStreams, kHead4Streams, kHeadPairRows, head_distance,
+                 kHead8Step, kHead8FlushSteps, kHead8Unroll, kHead8Rows, kHead8Tokens, kHead8Offset,
                  Head8Weights, Head8Acc, head8_weights, head8_dot, head8_add, head8_sum,
                  kHead4Tokens, Head4Acc, head4_block, tile_acc_sum, head4_float)
 

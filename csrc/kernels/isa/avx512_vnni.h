@@ -188,6 +188,75 @@ inline TileFloats fma_floats(TileFloats a, TileFloats b, TileFloats c) {
 }
 inline TileSum times_256(TileSum s) { return _mm512_slli_epi32(s, 8); }
 
+// ---- tables of sums (ternary/tables.inl); YmmTables of ymm_int.h says what each is
+// ---------------------------
+
+struct SumTables {
+  static constexpr bool kHere = true;
+  static constexpr int64_t kTokens = 32, kFromTokens = 32, kRestFrom = 26;
+  static constexpr int64_t kFromRows = 1024;
+  using Sums = __m512i;  // int16
+
+  static TileCodes masked(TileStep v, int mask) { return and_bytes(v, mask); }
+  // Four codes of a lane times 1, 3, 9 and 27.
+  static TileSum base_3(TileCodes v) {
+    return _mm512_dpbusd_epi32(_mm512_setzero_si512(), v, _mm512_set1_epi32(0x1b090301));
+  }
+  // Sums in this order: g++ 12 would use a register for a load that an addition can do.
+  [[gnu::always_inline]] static void keep_order([[maybe_unused]] Sums& v) {
+#if !defined(BITNET_EMULATE)
+    __asm__("" : "+v"(v));
+#endif
+  }
+  static Sums load(const int16_t* p) { return _mm512_loadu_si512(p); }
+  static void store(int16_t* p, Sums v) { _mm512_store_si512(p, v); }
+  static Sums zero() { return _mm512_setzero_si512(); }
+  static Sums add(Sums a, Sums b) { return _mm512_add_epi16(a, b); }
+  static Sums sub(Sums a, Sums b) { return _mm512_sub_epi16(a, b); }
+  static Sums negative(Sums v) { return sub(zero(), v); }
+  static Sums magnitude(Sums v) { return _mm512_abs_epi16(v); }
+  static bool any_above(Sums v, int16_t bound) {
+    return _mm512_cmpgt_epi16_mask(v, _mm512_set1_epi16(bound)) != 0;
+  }
+  template <int J>
+  static Sums codes(const float* words) {
+    const auto code = [](const float* p) {
+      const __m512i v = _mm512_slli_epi32(_mm512_loadu_si512(p), 24 - 8 * J);
+      return _mm512_cvtepi32_epi16(_mm512_srai_epi32(v, 24));
+    };
+    return _mm512_inserti64x4(_mm512_castsi256_si512(code(words)), code(words + 16), 1);
+  }
+  static void widen(const int16_t* sums, bool first, int32_t* wide) {
+    for (int i = 0; i < kTokens; i += 16) {
+      __m512i v = _mm512_cvtepi16_epi32(load_half(sums + i));
+      if (!first) v = _mm512_add_epi32(v, _mm512_load_si512(wide + i));
+      _mm512_store_si512(wide + i, v);
+    }
+  }
+  template <int kLeft, int kRight>
+  static void store_lines(const __m512i (&numbers)[8], uint16_t* to) {
+    __m512i pairs[4];
+    for (int i = 0; i < 4; ++i) {
+      pairs[i] = _mm512_or_si512(numbers[2 * i], _mm512_slli_epi32(numbers[2 * i + 1], 16));
+      if (kLeft > 0) pairs[i] = _mm512_slli_epi16(pairs[i], kLeft);
+      if (kRight > 0) pairs[i] = _mm512_srli_epi16(pairs[i], kRight);
+    }
+    const __m512i a = _mm512_unpacklo_epi32(pairs[0], pairs[1]);
+    const __m512i b = _mm512_unpackhi_epi32(pairs[0], pairs[1]);
+    const __m512i c = _mm512_unpacklo_epi32(pairs[2], pairs[3]);
+    const __m512i d = _mm512_unpackhi_epi32(pairs[2], pairs[3]);
+    const __m512i rows[4] = {_mm512_unpacklo_epi64(a, c), _mm512_unpackhi_epi64(a, c),
+                             _mm512_unpacklo_epi64(b, d), _mm512_unpackhi_epi64(b, d)};
+    auto* out = reinterpret_cast<__m128i*>(to);
+    for (int i = 0; i < 4; ++i) {
+      _mm_store_si128(out + i, _mm512_castsi512_si128(rows[i]));
+      _mm_store_si128(out + 4 + i, _mm512_extracti32x4_epi32(rows[i], 1));
+      _mm_store_si128(out + 8 + i, _mm512_extracti32x4_epi32(rows[i], 2));
+      _mm_store_si128(out + 12 + i, _mm512_extracti32x4_epi32(rows[i], 3));
+    }
+  }
+};
+
 // ---- int8 caches --------------------------------------------------------------------------------
 
 constexpr int64_t kCacheStep = 32;
@@ -292,13 +361,13 @@ BITNET_OVERRIDES(kStepBlocks, kFlushSteps, kGemvRows, kGemvStreams, kTileRows, k
                  load_x_tail, kDotInTwoSteps, dot, widen, reduce, prefetch, prefetch_l2,
                  sum_i8_vector, LineXor, xor_line, reduce_lines, kTileLanes, kTileAccs, kPanelAccs,
                  kRowPanelFrom, kRowPanelFlush, TileStep, TileCodes, TileX, TileAcc, TileSum,
-                 load_step, store_step, broadcast_x, zip_lines, list_step, tile_dot, load_sum,
-                 store_sum, set1_sum, add_sum, sub_sum, TileFloats, floats_of, load_floats,
-                 store_floats, set1_floats, mul_floats, fma_floats, times_256, kCacheStep,
-                 CacheKeys, CacheQuery, CacheDot, cache_keys, cache_query, cache_dot, reduce_dots,
-                 kCacheAccs, CacheValues, CacheWeights, CacheSum, cache_values, cache_weights,
-                 cache_sum, store_cache_sums, kQuadTiles, kQuadHalves, kQuadOffset, QuadWords,
-                 QuadFactor, QuadSums, quad_words, quad_factor, quad_add, store_quads)
+                 SumTables, load_step, store_step, broadcast_x, zip_lines, list_step, tile_dot,
+                 load_sum, store_sum, set1_sum, add_sum, sub_sum, TileFloats, floats_of,
+                 load_floats, store_floats, set1_floats, mul_floats, fma_floats, times_256,
+                 kCacheStep, CacheKeys, CacheQuery, CacheDot, cache_keys, cache_query, cache_dot,
+                 reduce_dots, kCacheAccs, CacheValues, CacheWeights, CacheSum, cache_values,
+                 cache_weights, cache_sum, store_cache_sums, kQuadTiles, kQuadHalves, kQuadOffset,
+                 QuadWords, QuadFactor, QuadSums, quad_words, quad_factor, quad_add, store_quads)
 #if !defined(BITNET_EMULATE)
 BITNET_OVERRIDES(pin, renew)
 #endif

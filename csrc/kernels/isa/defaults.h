@@ -180,6 +180,12 @@ struct MatrixUnit {
   static constexpr int64_t kFromTokens = 0;  // never
 };
 
+// No registers of 16-bit sums for tables; YmmTables of ymm_int.h has them and shows what it must
+// hold.
+struct SumTables {
+  static constexpr bool kHere = false;
+};
+
 // No unit that multiplies two rows with two tokens; neon_i8mm.h has one and shows what it must
 // hold.
 struct TokenPairs {
@@ -385,6 +391,7 @@ using TwoBitPlain = TwoBit;
 // Digits of a fraction in base 3 come off the top by multiplying with 3.
 struct Base3 {
   static constexpr int kFields = 5, kDots = 5, kUnroll = 1, kTokens = 1, kZeroCode = 1;
+  static constexpr int kFactor = 1;  // of a code
   static constexpr int64_t kFlush = int64_t{1} << 30;
   using Prepared = TileStep;
   static Prepared prepare(const TileStep& v) { return v; }

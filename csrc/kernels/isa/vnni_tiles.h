@@ -38,7 +38,7 @@ struct TwoBitPlain : TwoBit {
 // top two bits of 3 q / 4 + 63, two roundings included (tests walk all 243 codes).
 struct Base3Digits {
   static constexpr int kFields = 5, kDots = 5, kUnroll = 1, kTokens = kBase3DigitsTokens;
-  static constexpr int kZeroCode = 2;
+  static constexpr int kZeroCode = 2, kFactor = 64;
   static constexpr int64_t kFlush = int64_t{1} << 30, kPanelSteps = kVnniPanelSteps;
   static constexpr int64_t panel_from(bool) { return kBase3PanelFrom; }
   struct Prepared {

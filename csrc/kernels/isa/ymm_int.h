@@ -177,6 +177,80 @@ inline uint64_t reduce_lines(LineXor a, LineXor b) {
   return static_cast<uint64_t>(_mm_extract_epi64(r, 0) ^ _mm_extract_epi64(r, 1));
 }
 
+// ---- tables of sums (ternary/tables.inl) --------------------------------------------------------
+
+struct YmmTables {
+  static constexpr bool kHere = true;
+  static constexpr int64_t kTokens = 16;      // of a register
+  static constexpr int64_t kFromTokens = 16;  // fewer are multiplied
+  static constexpr int64_t kFromRows = 256;   // likewise, for each building of tables
+  static constexpr int64_t kRestFrom = 10;    // tokens for which a block that is not full pays
+  using Sums = __m256i;                       // int16
+
+  static TileCodes masked(TileStep v, int mask) { return and_bytes(v, mask); }
+  // Four codes of a lane times 1, 3, 9 and 27.
+  static TileSum base_3(TileCodes v) {
+    const __m256i powers = _mm256_set1_epi32(0x1b090301);
+    return _mm256_madd_epi16(_mm256_maddubs_epi16(v, powers), _mm256_set1_epi16(1));
+  }
+  // Sums in this order: g++ 12 would use a register for a load that an addition can do.
+  [[gnu::always_inline]] static void keep_order([[maybe_unused]] Sums& v) {
+#if !defined(BITNET_EMULATE)
+    __asm__("" : "+x"(v));
+#endif
+  }
+  static Sums load(const int16_t* p) { return load_bytes(p); }
+  static void store(int16_t* p, Sums v) { _mm256_store_si256(reinterpret_cast<__m256i*>(p), v); }
+  static Sums zero() { return _mm256_setzero_si256(); }
+  static Sums add(Sums a, Sums b) { return _mm256_add_epi16(a, b); }
+  static Sums sub(Sums a, Sums b) { return _mm256_sub_epi16(a, b); }
+  static Sums negative(Sums v) { return sub(zero(), v); }
+  static Sums magnitude(Sums v) { return _mm256_abs_epi16(v); }
+  static bool any_above(Sums v, int16_t bound) {
+    return _mm256_movemask_epi8(_mm256_cmpgt_epi16(v, _mm256_set1_epi16(bound))) != 0;
+  }
+  // Code J of every token's word of four.
+  template <int J>
+  static Sums codes(const float* words) {
+    const __m256i a = load_bytes(words), b = load_bytes(words + 8);
+    const auto code = [](__m256i v) {
+      return _mm256_srai_epi32(_mm256_slli_epi32(v, 24 - 8 * J), 24);
+    };
+    return _mm256_permute4x64_epi64(_mm256_packs_epi32(code(a), code(b)), 0xd8);
+  }
+  // wide (+)= sums
+  static void widen(const int16_t* sums, bool first, int32_t* wide) {
+    for (int i = 0; i < kTokens; i += 8) {
+      const auto* from = reinterpret_cast<const __m128i*>(sums + i);
+      __m256i v = _mm256_cvtepi16_epi32(_mm_load_si128(from));
+      auto* to = reinterpret_cast<__m256i*>(wide + i);
+      if (!first) v = _mm256_add_epi32(v, _mm256_load_si256(to));
+      _mm256_store_si256(to, v);
+    }
+  }
+  // Eight numbers below 2^13 of every lane, lane after lane, times 2^kLeft or by 2^kRight.
+  template <int kLeft, int kRight>
+  static void store_lines(const __m256i (&numbers)[8], uint16_t* to) {
+    __m256i pairs[4];
+    for (int i = 0; i < 4; ++i) {
+      pairs[i] = _mm256_or_si256(numbers[2 * i], _mm256_slli_epi32(numbers[2 * i + 1], 16));
+      if (kLeft > 0) pairs[i] = _mm256_slli_epi16(pairs[i], kLeft);
+      if (kRight > 0) pairs[i] = _mm256_srli_epi16(pairs[i], kRight);
+    }
+    const __m256i a = _mm256_unpacklo_epi32(pairs[0], pairs[1]);
+    const __m256i b = _mm256_unpackhi_epi32(pairs[0], pairs[1]);
+    const __m256i c = _mm256_unpacklo_epi32(pairs[2], pairs[3]);
+    const __m256i d = _mm256_unpackhi_epi32(pairs[2], pairs[3]);
+    const __m256i rows[4] = {_mm256_unpacklo_epi64(a, c), _mm256_unpackhi_epi64(a, c),
+                             _mm256_unpacklo_epi64(b, d), _mm256_unpackhi_epi64(b, d)};
+    auto* out = reinterpret_cast<__m128i*>(to);
+    for (int i = 0; i < 4; ++i) {
+      _mm_store_si128(out + i, _mm256_castsi256_si128(rows[i]));
+      _mm_store_si128(out + 4 + i, _mm256_extracti128_si256(rows[i], 1));
+    }
+  }
+};
+
 // ---- int8 caches --------------------------------------------------------------------------------
 
 // acc + the sums of neighbouring products of 16-bit numbers: the ISA's.

@@ -82,9 +82,60 @@ void tile_gemm(const TileJob& job) {
   any_tile_gemm<TwoBit, Several::TwoBits, Several::TwoBitsPlain>(job);
 }
 
+constexpr bool kTablesHere = SumTables::kHere && MatrixUnit::kFromTokens == 0;
+
+// What tables leave: a few tokens, or a small job, in pieces whose sums stay in L1.
+inline void tiles_in_pieces(const TileJob& job, const EpilogueJob& epilogue, int64_t token,
+                            int64_t tile_rows) {
+  constexpr int64_t kSums = 64 * 80;
+  alignas(64) int32_t sums[kSums];
+  for (int64_t t = token; t < job.tokens; t += kPanelTokens) {
+    const int64_t tokens = job.tokens - t < kPanelTokens ? job.tokens - t : kPanelTokens;
+    const int64_t once = kSums / (tokens * tile_rows);
+    for (int64_t i = 0; i < job.tile_count; i += once) {
+      TileJob piece = job;
+      piece.tiles += i * job.k_steps * kStepBytes;
+      piece.tile_count = job.tile_count - i < once ? job.tile_count - i : once;
+      piece.x += t * job.x_stride;
+      piece.x_sum += t;
+      piece.tokens = tokens;
+      piece.out = sums;
+      piece.out_stride = piece.tile_count * tile_rows;
+      tile_gemm(piece);
+      EpilogueJob part = epilogue_part(epilogue, i * tile_rows, piece.out_stride, t, tokens);
+      part.sums = sums;
+      part.sums_stride = piece.out_stride;
+      store_block(part);
+    }
+  }
+}
+
+template <class U, class D>
+void tables_then_pieces(const TileJob& job, const EpilogueJob& epilogue) {
+  const int64_t tile_rows = D::kFields * kTileLanes;
+  int64_t token = 0;
+  if (job.scratch != nullptr && job.tile_count * tile_rows >= U::kFromRows / 2) {
+    const int64_t rest = job.tokens % U::kTokens;
+    const int64_t end = rest < U::kRestFrom ? job.tokens - rest : job.tokens;
+    constexpr int64_t kOnce = kTableBlocks * U::kTokens;
+    for (; token < end; token += kOnce) {
+      table_blocks<U, D>(job, epilogue, token, end - token < kOnce ? end - token : kOnce);
+    }
+    token = end;
+  }
+  if (token < job.tokens) tiles_in_pieces(job, epilogue, token, tile_rows);
+}
+
 void tile_product(const TileJob& job, const EpilogueJob& epilogue) {
   if constexpr (MatrixUnit::kFromTokens > 0) {
     if (takes_matrix<MatrixUnit>(job)) return tiles_matrix<MatrixUnit>(job, &epilogue);
+  }
+  if constexpr (kTablesHere) {
+    if (job.scratch != nullptr || job.tokens * job.tile_count > kMaxProductSums / 80) {
+      if (job.format == layout::WeightFormat::kBase3)
+        return tables_then_pieces<SumTables, Base3Lines<Base3Digits>>(job, epilogue);
+      return tables_then_pieces<SumTables, TwoBitLines<SumTables>>(job, epilogue);
+    }
   }
   tile_gemm(job);
   store_block(epilogue);
@@ -108,5 +159,10 @@ ProductBlocking product_blocking([[maybe_unused]] int64_t tokens, [[maybe_unused
   if constexpr (kRowPanelFrom > 0) {
     if (tokens >= kRowPanelFrom) return {.least_rows = kPanelRows, .row_multiple = kPanelRows};
   }
+  return {};
+}
+
+ProductBlocking table_blocking([[maybe_unused]] int64_t tokens, [[maybe_unused]] int64_t rows) {
+  if constexpr (kTablesHere) return blocking_by_tables<SumTables>(tokens, rows);
   return {};
 }

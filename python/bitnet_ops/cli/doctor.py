@@ -207,7 +207,7 @@ def find_problems(facts: Facts) -> list[dict[str, str]]:
         *_build_problems(facts["vllm"]),
     ]
     if error := facts["tuning"]["error"]:
-        found += [("error", error, "unset BITNET_OPS_PREFETCH, or name such a number")]
+        found += [("error", error, f"unset {error.partition(':')[0]}, or set it as it says")]
     return [dict(zip(("severity", "problem", "remedy"), row, strict=True)) for row in found]
 
 
