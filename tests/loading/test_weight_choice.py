@@ -261,6 +261,17 @@ def test_what_is_damaged_is_measured_again_and_replaced(
     assert kept_file(tmp_path) == file
 
 
+@pytest.mark.parametrize("age", [weight_probe.KEPT_S + 60, -3600])
+def test_what_is_old_or_of_the_future_is_measured_again(
+    age: float, tmp_path: Path, measured: list[Probe]
+) -> None:
+    probe_here(cache=tmp_path)
+    written = time.time() - age
+    os.utime(kept_file(tmp_path), (written, written))
+    assert probe_here(cache=tmp_path) == measured[1]
+    assert probe_here(cache=tmp_path) is not None and len(measured) == 2
+
+
 def test_a_cache_that_cannot_be_written_is_no_error(
     tmp_path: Path, measured: list[Probe], monkeypatch: pytest.MonkeyPatch
 ) -> None:

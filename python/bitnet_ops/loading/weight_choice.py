@@ -3,7 +3,7 @@
 "1.6bit" reads a fifth less than "2bit" and computes more for it. A step that decodes one text reads
 every weight for one token: "1.6bit" is the faster one where memory is the limit, "2bit" where the
 cores are. Which they are depends on CPU, kernels and threads, so it is measured (weight_probe.py),
-once for a machine. Steps of many tokens (prompts, many sequences, drafts) wait for the cores
+once a day for a machine. Steps of many tokens (prompts, many sequences, drafts) wait for the cores
 everywhere: they take "2bit".
 
 A model file holds canonical rows, whatever it was converted from, TQ1_0's 1.6 bits included: both
@@ -173,14 +173,12 @@ def decide(
         return WeightChoice(USUAL_FORMAT, reason, found)
     below = found.ratio < MARGIN
     reason = (
-        f"one token takes {found.ratio:.2f} of the time with {SMALL_FORMAT}, "
+        f"products of one token take {found.ratio:.2f} of the time with {SMALL_FORMAT}, "
         f"{'less' if below else 'not less'} than {MARGIN:g}; {_origin(found)}"
     )
     return WeightChoice(SMALL_FORMAT if below else USUAL_FORMAT, reason, found)
 
 
 def _origin(probe: Probe) -> str:
-    threads = f"{torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
-    if probe.kept:
-        return f"{threads}, measured by an earlier load"
-    return f"{threads}, measured in {1e3 * probe.seconds:.0f} ms"
+    ago = "by an earlier load" if probe.kept else f"in {1e3 * probe.seconds:.0f} ms"
+    return f"measured {ago}"

@@ -1,7 +1,7 @@
 """How fast products of one token are with "1.6bit" weights beside "2bit" ones, on this machine.
 
-Measured in some 30 ms and kept in the cache directory, one small file for each CPU, instruction
-set, number of threads and kind of scales; weight_choice.py decides by it.
+Measured in some 30 ms and kept in the cache directory for a day, one small file for each CPU,
+instruction set, number of threads and kind of scales; weight_choice.py decides by it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from bitnet_ops.untrusted import read_json_object
 
 SMALL_FORMAT = "1.6bit"
 PROBES = "probes"  # the folder of measurements in the cache directory
+# A virtual machine reads memory at half or twice its speed after its host has moved it.
+KEPT_S = 24 * 3600
 
 # Of the product that is timed: 8 MB, so that the call itself takes no part; less for slow kernels.
 _N, _FEW, _K = 12800, 640, 2560
@@ -105,8 +107,10 @@ def machine_key(group_size: int, activations: str) -> dict[str, Any]:
 
 
 def read_probe(place: Path, key: dict[str, Any]) -> Probe | None:
-    """What `write_probe` has kept for `key` at `place`; None for anything else."""
+    """What `write_probe` has kept for `key` at `place` within a day; None for anything else."""
     try:
+        if not 0 <= time.time() - place.stat().st_mtime < KEPT_S:
+            return None
         found = read_json_object(place, limit=1 << 16)
     except (BitNetError, OSError):
         return None
