@@ -60,7 +60,7 @@ def packed_shape(
     """
 
 def tuning() -> dict[str, str | int | bool]:
-    """ "cpu": the row of the tuning table in use; the rest: its values, or those of the environment.
+    """ "cpu": the row of the tuning table in use; the rest: its values or the environment's.
 
     "prefetch_bytes": how far ahead weights are prefetched; "head_into_l2": a head's only into L2;
     "sum_tables": products of many tokens use tables of sums, where the ISA has them.

@@ -93,6 +93,7 @@ class BitnetOpsLM(TemplateLM):
             dtype=_dtype(dtype),
             kv_dtype=_dtype(kv_dtype),
             weight_format=weight_format,
+            use="batch",
             head_format=head_format,
             lora=lora,
         )

@@ -9,6 +9,7 @@ It binds formats, models, tokenizer and engine; the maths is in models/, the loo
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ from bitnet_ops.generate.text import (
 from bitnet_ops.generate.tokenizer import Tokenizer, TokenizerError
 from bitnet_ops.loading.generation_config import GenerationConfig, read_generation_config
 from bitnet_ops.loading.resolve import LoadError, convert_again, resolve
+from bitnet_ops.loading.weight_choice import WeightChoice, check_use, choose_for_file
 from bitnet_ops.loading.weights import load_model
 from bitnet_ops.models import Decoder, dtype_of
 from bitnet_ops.nn.kv_config import DEFAULT_KV_DTYPE, kv_dtype_of
@@ -62,6 +64,7 @@ def load(
     dtype: torch.dtype | str = torch.float32,
     kv_dtype: torch.dtype | str = DEFAULT_KV_DTYPE,
     weight_format: str = "auto",
+    use: str = "single",
     head_format: str = DEFAULT_HEAD_FORMAT,
     activation_format: str = "auto",
     attention: str | None = None,
@@ -87,9 +90,12 @@ def load(
             Where results must equal those of a float32 implementation to the last bits, ask for
             float32. Both may be given by their names, "int8" for torch.int8.
         weight_format: how ternary weights lie in memory: "2bit", "1.6bit", "canonical" (the file's
-            own rows, mapped) or "auto", the fastest known, which is "2bit". Results are the same.
-            "2bit" and "1.6bit" fit the kernels in use now: after forcing another instruction set,
-            load again.
+            own rows, mapped) or "auto": "2bit" or "1.6bit", whichever is faster for `use` on this
+            machine with the threads that torch has now. `weight_choice` of the result says which
+            and why; loading/weight_choice.py has the rule. Results are the same. "2bit" and
+            "1.6bit" fit the kernels in use now: after forcing another instruction set, load again.
+        use: what "auto" is for: "single", one text after another; "batch", many sequences at once,
+            prompts without long answers, drafts, embeddings or scores.
         head_format: of the output head, and of the embedding where it is tied: "int8", "int4",
             "bf16", "float32", or "stored", as the file has it.
             A matrix that the file holds as ternary weights stays what it is in every format.
@@ -124,6 +130,7 @@ def load(
     # Before a model of gigabytes is read, not at its first token.
     dtypes = dtype_of(dtype, "load"), kv_dtype_of(kv_dtype, "load: expected kv_dtype")
     check_weight_format(weight_format)
+    check_use(use)
     check_head_format(head_format)
     check_activation_format(activation_format)
     if activation_sparsity is not None:
@@ -137,26 +144,32 @@ def load(
     check_megabytes("load: expected prefix_dir_mb", prefix_dir_mb)
     adapters = _read_adapters(lora)
     found = resolve(DEMO_DIR if path is None else path, convert=convert, cache=cache)
-    form = *dtypes, weight_format, head_format, activation_format, attention, activation_sparsity
+    form = *dtypes, head_format, activation_format, attention, activation_sparsity
+
+    def choose(file: Path) -> WeightChoice:
+        if weight_format != "auto":
+            return WeightChoice(weight_format, "asked for")
+        return choose_for_file(file, use, activation_format, cache)
+
     memory = {
         "kv_cache_mb": kv_cache_mb,
         "prefix_dir": prefix_dir,
         "prefix_dir_mb": prefix_dir_mb,
     }
     try:
-        return _open(found.file, *form, adapters, memory)
+        return _open(found.file, choose(found.file), *form, adapters, memory)
     except sglbitnt.SglbitntError as error:
         if found.source is None:
             raise
         found = convert_again(found, error)
-    return _open(found.file, *form, adapters, memory)
+    return _open(found.file, choose(found.file), *form, adapters, memory)
 
 
 def _open(
     file: Path,
+    choice: WeightChoice,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
-    weight_format: str,
     head_format: str,
     activation_format: str,
     attention: str | None,
@@ -164,7 +177,8 @@ def _open(
     adapters: Mapping[str | None, Adapter],
     memory: Mapping[str, Any],
 ) -> LanguageModel:
-    model = load_model(file, dtype, weight_format, head_format, attention)
+    formats = choice.weight_format, head_format
+    model = load_model(file, dtype, *formats, attention, choice.arena)
     model.set_activation_format(activation_format)
     model.set_activation_sparsity(activation_sparsity)
     for name, adapter in adapters.items():
@@ -172,7 +186,7 @@ def _open(
     folder = file.parent
     tokenizer = Tokenizer.from_dir(folder) if (folder / "tokenizer.json").is_file() else None
     generation = read_generation_config(folder, model.config, tokenizer)
-    return LanguageModel(
+    lm = LanguageModel(
         model,
         tokenizer,
         generation.stop_ids,
@@ -181,6 +195,8 @@ def _open(
         generation=generation,
         **memory,
     )
+    lm.weight_choice = dataclasses.replace(choice, arena=None)  # the weights' alone now
+    return lm
 
 
 def _read_adapters(lora: _Folder | Mapping[str, _Folder] | None) -> dict[str | None, Adapter]:
@@ -202,7 +218,8 @@ class LanguageModel:
         kv_dtype, kv_cache_mb, prefix_dir, prefix_dir_mb: of keys and values, as of `load`.
         path: where the model came from, for messages.
         generation: what its generation_config.json says.
-    Attributes: `config`, `model`, `tokenizer`, `engine`, `stop_ids` (end of text), `path`, and
+    Attributes: `config`, `model`, `tokenizer`, `engine`, `stop_ids` (end of text), `path`,
+    `weight_choice` (`weight_format` and `reason`; None where `load` did not make it), and
     `generation`, whose `sampling` holds the options that the model's makers sample with: they are
     used where they are given, as `lm.chat(**lm.generation.sampling)`.
     Any number of threads may share one; a TextStream and a Conversation belong to one thread each.
@@ -227,6 +244,7 @@ class LanguageModel:
         check_kind(f"{who} generation as a GenerationConfig or None", generation, GenerationConfig)
         self.model, self.generation, self._tokenizer = model, generation, tokenizer
         self.path = None if path is None else check_path(f"{who} path", path)
+        self.weight_choice: WeightChoice | None = None
         self.engine = Engine(
             model,
             kv_dtype=kv_dtype,

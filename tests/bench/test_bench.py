@@ -280,6 +280,9 @@ def test_bench_model(tmp_path: Path) -> None:
         assert row["tokens_per_s"] == pytest.approx(expected, rel=1e-3) and row["steps"] >= 3
         assert 0 < row["share"]["p10"] <= row["share"]["median"] <= row["share"]["p90"]
     assert [row["kv"] for row in prefill] == ["bfloat16", "int8"] * 2
+    assert [row["weights"] for row in result["weight_choices"]] == ["2bit", "2bit"]
+    for choice in result["weight_choices"]:
+        assert f"auto, {choice['threads']} thread(s): 2bit, because {choice['reason']}" in text
     for title, columns, cells in report.model_tables(result):
         assert title in text and all(len(row) == len(columns) for row in cells)
 

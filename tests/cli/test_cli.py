@@ -121,6 +121,7 @@ def test_generate_json(threads: str) -> None:
         "attention": None,
         "activation_sparsity": None,
         "weight_format": "2bit",
+        "weight_format_reason": "the weights fit in a cache, so the cores decide",
         "head_format": "int8",
     }
 

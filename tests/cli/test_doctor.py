@@ -56,6 +56,7 @@ def test_json_has_every_field(facts: dict[str, Any]) -> None:
             "sum_tables",
             "error",
         },
+        "weight_format": {"named", "error"},
         "torch": {"version", "location", "abi_floor"},
         "memory": {"total", "available", "limit"},
         "pages": {"page_bytes", "transparent_huge_pages", "placement", "placement_error"},
@@ -133,6 +134,7 @@ def test_placement_is_shown() -> None:
         ("BITNET_OPS_MEMORY", "everywhere", "first_touch or interleave"),
         ("BITNET_OPS_PREFETCH", "far", "bytes from 0 to 65536"),
         ("BITNET_OPS_TABLES", "yes", "0 or 1"),
+        ("BITNET_OPS_WEIGHT_FORMAT", "3bit", "one of canonical, 2bit, 1.6bit"),
     ],
 )
 def test_an_ill_set_variable_is_an_error_with_the_remedy(
@@ -209,6 +211,7 @@ def healthy() -> dict[str, Any]:
         },
         "openmp_runtimes": ["/torch/libgomp.so.1"],
         "tuning": {"error": None},
+        "weight_format": {"error": None},
         "memory": {"total": 8 * GIB, "available": 8 * GIB, "limit": None},
         "pages": {
             **{"page_bytes": 4096, "transparent_huge_pages": "madvise"},
@@ -242,6 +245,11 @@ def test_healthy_machine_has_no_problems(healthy: dict[str, Any]) -> None:
         ("pages.transparent_huge_pages", "never", "transparent huge pages are off"),
         ("pages.placement_error", "BITNET_OPS_MEMORY: expected ...", "BITNET_OPS_MEMORY: expected"),
         ("tuning.error", "BITNET_OPS_PREFETCH: expected ...", "BITNET_OPS_PREFETCH: exp"),
+        (
+            "weight_format.error",
+            "BITNET_OPS_WEIGHT_FORMAT: expected",
+            "BITNET_OPS_WEIGHT_FORMAT: exp",
+        ),
         ("amx.permission", "rejected", "the operating system rejects its tile state"),
         ("isa.selected", "scalar", "scalar is in use although avx2 is available"),
         ("isa.error", "BITNET_OPS_ISA: expected ...", "BITNET_OPS_ISA: expected"),

@@ -223,6 +223,7 @@ TAKES: dict[str, Callable[[Any], bool]] = {
     "top_k": integer(0, 2**31 - 1),
     "top_p": number(1e-320, 1),
     "watermark": real(0, 0.99),
+    "use": never,
     "weight_format": among("auto"),
 }
 

@@ -222,6 +222,11 @@ def _model_lines(report: Report) -> list[str]:
         + f"{model['kv']}"
         for model in report["models"]
     ]
+    lines += [
+        f"weight format auto, {choice['threads']} thread(s): {choice['weights']}, because "
+        f"{choice['reason']}"
+        for choice in report.get("weight_choices", [])
+    ]
     for title, titles, cells in model_tables(report):
         lines += ["", title, *text_table(titles, cells)]
     return [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from bitnet_ops.bench.harness import Budget, Timed, digits, interleave, paired_ratios, summarize
@@ -24,6 +25,10 @@ from bitnet_ops.bench.model import BenchModel
 from bitnet_ops.bench.pinning import use_threads
 from bitnet_ops.bench.report import Report, Row
 from bitnet_ops.bench.session import Progress, measured
+from bitnet_ops.dummy import model as dummy
+from bitnet_ops.loading.weight_choice import WeightChoice, choose, choose_for_file
+from bitnet_ops.loading.weight_probe import SMALL_FORMAT
+from bitnet_ops.nn.storage import USUAL_FORMAT
 
 DECODED = 64  # tokens behind a context, as in the tg64 of other engines
 _READ_BYTES = 1 << 26
@@ -35,7 +40,9 @@ class ModelSettings:
 
     dummy: which synthetic model; model: a model file instead, None for none.
     formats: pairs of weight format and head format; the first one gets every measurement, the
-        others the decode step at context 0.
+        others the decode step at context 0. "auto" is what a load for one text chooses on the most
+        threads; where a probe decided, the layout that lost is measured as well, as one of the
+        others.
     attention: which positions tokens attend to (config/attention.py), None: all.
     kv_dtypes: of the caches, of KV_TYPES; the first one gets every measurement, the others one
         sequence behind every context, and the prompts.
@@ -190,7 +197,8 @@ def run(
     def rows(ws: Workspace, limits: list[MachineLimits]) -> dict[str, Any]:
         found: list[Row] = []
         models: list[dict[str, Any]] = []
-        for number, (weights, head) in enumerate(settings.formats):
+        pairs, choices = _chosen(settings, progress)
+        for number, (weights, head) in enumerate(pairs):
             progress(f"making {settings.model or settings.dummy}, {weights} + {head} head")
             made = BenchModel(
                 settings.dummy,
@@ -206,11 +214,40 @@ def run(
             found += _rows(bench, limits, first=number == 0)
             found += more(bench, limits) if number == 0 else []
             del bench, made  # before the next one is made
-        return {"models": models, "rows": found}
+        return {"models": models, "rows": found, "weight_choices": choices}
 
     return measured(
         "model", settings, lambda: Workspace(settings.cold_mib << 20, 0), rows, progress
     )
+
+
+def _chosen(
+    settings: ModelSettings, progress: Progress
+) -> tuple[list[tuple[str, str]], list[dict[str, Any]]]:
+    """The pairs of formats, "auto" replaced, and what it means on each number of threads."""
+    if all(weights != "auto" for weights, _ in settings.formats):
+        return list(settings.formats), []
+    progress("choosing the weight format")
+    found = {threads: _choice(settings, threads) for threads in sorted(settings.threads)}
+    best = found[max(found)]
+    pairs = []
+    for weights, head in settings.formats:
+        pairs.append((best.weight_format if weights == "auto" else weights, head))
+    if best.probe is not None:
+        head = next(head for weights, head in settings.formats if weights == "auto")
+        pairs += [(weights, head) for weights in (USUAL_FORMAT, SMALL_FORMAT)]
+    rows = [
+        {"threads": threads, "weights": choice.weight_format, "reason": choice.reason}
+        for threads, choice in found.items()
+    ]
+    return list(dict.fromkeys(pairs)), rows
+
+
+def _choice(settings: ModelSettings, threads: int) -> WeightChoice:
+    use_threads(threads)
+    if settings.model is not None:
+        return choose_for_file(Path(settings.model))
+    return choose(dummy.matrices(settings.dummy))
 
 
 def _describe(model: BenchModel) -> dict[str, Any]:

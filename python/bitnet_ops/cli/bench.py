@@ -112,8 +112,7 @@ def _add_ops_arguments(ops: argparse.ArgumentParser) -> None:
     ops.add_argument(
         "--weight-format",
         default="auto",
-        help=f"of {', '.join(WEIGHT_FORMATS)}, separated by commas (default: the one that models "
-        "are loaded in)",
+        help=f"of {', '.join(WEIGHT_FORMATS)}, separated by commas (default: {USUAL})",
     )
     ops.add_argument(
         "--cold-mib",
@@ -134,7 +133,8 @@ def _add_model_arguments(model: argparse.ArgumentParser) -> None:
         "--formats",
         default=_FORMATS,
         help="pairs WEIGHTS+HEAD of formats with commas between; the first one gets every "
-        f"measurement (default: {_FORMATS})",
+        "measurement. WEIGHTS auto: as generate chooses them; what it measures against gets a "
+        f"decode step too (default: {_FORMATS})",
     )
     model.add_argument(
         "--kv-dtype",
@@ -247,7 +247,7 @@ def _run_serve(args: argparse.Namespace) -> int:
     if args.plot:
         serve.require_plot()
     with progress_line() as progress:
-        result = serve.run(settings, lambda: load(args.model), progress)
+        result = serve.run(settings, lambda: load(args.model, use="batch"), progress)
     print_result(result, serve.lines(result), as_json=args.json)
     if args.output:
         report.write_json(result, args.output, replace=args.force)
@@ -288,14 +288,14 @@ def ops_settings(args: argparse.Namespace) -> OpsSettings:
     )
 
 
-def _pairs(text: str) -> tuple[tuple[str, str], ...]:
+def _pairs(text: str, auto: str = USUAL) -> tuple[tuple[str, str], ...]:
     pairs = []
     for word in text.split(","):
         weight_format, plus, head = word.partition("+")
         if not plus:
             raise ValueError(f"--formats: expected pairs such as 2bit+int8, got '{word}'")
-        weight_format = USUAL if weight_format == "auto" else weight_format
-        parse_words("--formats", weight_format, WEIGHT_FORMATS)
+        weight_format = auto if weight_format == "auto" else weight_format
+        parse_words("--formats", weight_format, [*WEIGHT_FORMATS, auto])
         parse_words("--formats", head, HEAD_FORMATS)
         pairs.append((weight_format, head))
     return tuple(dict.fromkeys(pairs))
@@ -313,7 +313,7 @@ def model_settings(args: argparse.Namespace) -> ModelSettings:
     contexts = args.contexts or _CONTEXTS[quick]
     settings = ModelSettings(
         dummy=args.dummy or _DUMMY,
-        formats=_pairs(args.formats),
+        formats=_pairs(args.formats, "auto"),
         kv_dtypes=parse_words("--kv-dtype", kv_dtypes, KV_DTYPES),
         prompts=parse_counts("--prompts", args.prompts or _PROMPTS[quick], 8192),
         contexts=parse_counts("--contexts", contexts, 16384 - 64, least=0),

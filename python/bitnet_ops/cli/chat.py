@@ -28,6 +28,7 @@ from bitnet_ops.cli.generate import (
     print_logprobs,
     sampling_options,
     template_options,
+    use_of,
     why_it_ended,
 )
 from bitnet_ops.cli.terminal import TextError, checked, print_error, print_text, say
@@ -106,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     options, demo = sampling_options(args), args.model is None
     if demo and all(getattr(args, name) is None for name in (*NEUTRAL, "seed")):
         options.update(_DEMO_SAMPLING)
-    lm = open_model(args.model, args)
+    lm = open_model(args.model, args, use=use_of(args))
     options.update(makers_sampling(lm, args))
     generation_note(lm, args, used=True)
     if demo:

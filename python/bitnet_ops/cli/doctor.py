@@ -21,6 +21,7 @@ from bitnet_ops import _runtime, machine
 from bitnet_ops.cli.arguments import add_json
 from bitnet_ops.cli.terminal import print_result
 from bitnet_ops.cli.vllm import CPU_BUILD, gpu_build
+from bitnet_ops.errors import BitNetError
 
 SCHEMA_VERSION = 2
 _GIB = 1 << 30
@@ -91,9 +92,11 @@ def collect() -> Facts:
     import torch
 
     from bitnet_ops.integrations import sglang, vllm
+    from bitnet_ops.loading.weight_choice import named_format
 
     build, isa, features = _runtime.build_info(), _isa(), _runtime.cpu_features()
     tuning, tuning_error = _or_error(_runtime.tuning)
+    named, named_error = _or_error(named_format)
     placement, placement_error = _or_error(_runtime.memory_placement)
     facts: Facts = {
         "schema": "bitnet_ops.cli.doctor",
@@ -141,6 +144,7 @@ def collect() -> Facts:
             "placement_error": placement_error,
         },
         "load_average": machine.load_average(),
+        "weight_format": {"named": named, "error": named_error},
         "sglang": sglang.status(),
         "vllm": {**vllm.status(), "gpu_build": gpu_build() is not None},
     }
@@ -152,7 +156,7 @@ def _or_error(ask: Callable[[], Any]) -> tuple[Any, str | None]:
     """What `ask` returns, or why it cannot: an environment variable that says nothing known."""
     try:
         return ask(), None
-    except RuntimeError as failure:
+    except (RuntimeError, BitNetError) as failure:
         return None, str(failure)
 
 
@@ -208,6 +212,9 @@ def find_problems(facts: Facts) -> list[dict[str, str]]:
     ]
     if error := facts["tuning"]["error"]:
         found += [("error", error, f"unset {error.partition(':')[0]}, or set it as it says")]
+    if error := facts["weight_format"]["error"]:
+        remedy = "unset BITNET_OPS_WEIGHT_FORMAT: a measurement decides then"
+        found += [("error", error, remedy)]
     return [dict(zip(("severity", "problem", "remedy"), row, strict=True)) for row in found]
 
 

@@ -338,10 +338,12 @@ def looks_like_a_model(word: str) -> bool:
     return exists or bool(_LIKE_A_MODEL.fullmatch(word))
 
 
-def open_model(path: str | None, args: argparse.Namespace, **memory: Any) -> LanguageModel:
+def open_model(
+    path: str | None, args: argparse.Namespace, *, use: str = "batch", **memory: Any
+) -> LanguageModel:
     """Load the model under the thread and cache options; remarks about it go to stderr.
 
-    memory: other options of `load`.
+    use, memory: as other options of `load`.
     """
     import torch
 
@@ -358,6 +360,7 @@ def open_model(path: str | None, args: argparse.Namespace, **memory: Any) -> Lan
             path,
             kv_dtype=KV_DTYPES[args.kv_dtype],
             weight_format=args.weight_format,
+            use=use,
             head_format=args.head_format,
             activation_format=args.activation_format,
             attention=args.attention,
@@ -371,6 +374,11 @@ def open_model(path: str | None, args: argparse.Namespace, **memory: Any) -> Lan
     for note in lm.config.notes:
         say(f"note: {note}")
     return lm
+
+
+def use_of(args: argparse.Namespace) -> str:
+    """What one conversation or text is to `load`: with drafts a step has many tokens."""
+    return "single" if args.speculation in ("off", 0) else "batch"
 
 
 def encoded(lm: LanguageModel, prompt: str) -> list[int]:
@@ -447,7 +455,7 @@ def run(args: argparse.Namespace) -> int:
         prompt = without_line_end(read_stdin())
     options = sampling_options(args)
     began = time.perf_counter()
-    lm = open_model(model, args)
+    lm = open_model(model, args, use=use_of(args))
     load_s = time.perf_counter() - began
     generation_note(lm, args, used=False)
     ids, shown = _ids_and_shown(lm, prompt, args)
@@ -524,6 +532,7 @@ def _report(
         "attention": args.attention,
         "activation_sparsity": args.activation_sparsity,
         "weight_format": lm.model.weight_format,
+        "weight_format_reason": None if lm.weight_choice is None else lm.weight_choice.reason,
         "head_format": lm.model.head.head_format,
         "lora": args.lora,
     }

@@ -23,6 +23,7 @@ from bitnet_ops.config import ModelConfig
 from bitnet_ops.dummy import tokenizer as dummy_tokenizer
 from bitnet_ops.dummy.configs import CONFIGS, GROUPED
 from bitnet_ops.formats import destination, sglbitnt
+from bitnet_ops.loading.weight_choice import Matrices
 from bitnet_ops.loading.weights import repack_all
 from bitnet_ops.models import Decoder, TensorSpec, build, expected_tensors
 from bitnet_ops.models.tensors import ROTATION
@@ -57,10 +58,19 @@ def decoder(
 ) -> Decoder:
     """The model `name`, built in memory (2b-4t: 1.2 GB).
 
-    `dtype` as `models.build`, `weight_format` as `language_model.load` take them.
+    `dtype` as `models.build` takes it, `weight_format` as `repack_all`: "auto" is "2bit".
     """
     made = repack_all(tensors(name, seed), weight_format)
     return build(config(name), made, dtype, check_values=False, head_format=head_format)
+
+
+def matrices(name: str) -> Matrices:
+    """What the choice of a weight format needs to know of the model `name`."""
+    specs, grouped = expected_tensors(config(name)).values(), name in GROUPED
+    ternary = [s for s in specs if s.kind == "ternary" or (grouped and s.may_be_ternary)]
+    return Matrices(
+        tuple((spec.shape[0], spec.shape[1]) for spec in ternary), BLOCK if grouped else 0
+    )
 
 
 def write(

@@ -31,11 +31,14 @@ def load_model(
     weight_format: str = "auto",
     head_format: str = "stored",
     attention: str | None = None,
+    arena: Arena | None = None,
 ) -> Decoder:
     """The model in `file`; its formats as of `load_tensors`, which says what is raised, and build.
 
     The embedding of a model without a head is read a row a token, and kept as it is stored.
-    `attention`: as of `Decoder.set_attention`.
+    `attention`: as of `Decoder.set_attention`. `weight_format` "auto" is "2bit" here: what suits a
+    machine and a use is chosen before, by `weight_choice.choose_for_file`. `arena`: memory for
+    the ternary weights, None: as much as they need.
     """
     reader = sglbitnt.Reader(file, check_codes=False)  # load_tensors checks what it reads
     config = model_config(reader)
@@ -43,7 +46,7 @@ def load_model(
         config = config.with_attention(attention)
     if config.embedding_only:
         head_format = "stored"
-    tensors = load_tensors(reader, config, weight_format, head_format)
+    tensors = load_tensors(reader, config, weight_format, head_format, arena)
     model = build(config, tensors, dtype, check_values=False)
     if (digest := reader.digest()) is not None:
         model.comes_from(digest)
@@ -55,6 +58,7 @@ def load_tensors(
     config: ModelConfig,
     weight_format: str = "auto",
     head_format: str = "stored",
+    arena: Arena | None = None,
 ) -> Tensors:
     """Every tensor of `config`, values checked, in the layout `weight_format`, `head_format`.
 
@@ -72,7 +76,7 @@ def load_tensors(
         for name, spec in expected_tensors(config).items()
         if spec.kind == "ternary" or _stored_ternary(reader, name, spec)
     }
-    return _read(reader, config, formats, head_format)
+    return _read(reader, config, formats, head_format, arena)
 
 
 def _stored_ternary(reader: sglbitnt.Reader, name: str, spec: TensorSpec) -> bool:
@@ -107,11 +111,17 @@ def repack_all(
 
 
 def _read(
-    reader: sglbitnt.Reader, config: ModelConfig, formats: Mapping[str, str], head_format: str
+    reader: sglbitnt.Reader,
+    config: ModelConfig,
+    formats: Mapping[str, str],
+    head_format: str,
+    arena: Arena | None,
 ) -> Tensors:
     head, specs = _head_of(config), expected_tensors(config)
     shapes = [(specs[name].shape, format) for name, format in formats.items()]
-    arena = Arena(_arena_bytes((shape[0], shape[1], format) for shape, format in shapes))
+    needed = _arena_bytes((shape[0], shape[1], format) for shape, format in shapes)
+    if arena is None or arena.memory.nbytes < needed:
+        arena = Arena(needed)
     tensors: Tensors = {}
     repacked = 0
     for name, spec in specs.items():

@@ -21,7 +21,7 @@ LAYOUTS = _runtime.layouts()
 FORMATS = tuple(LAYOUTS)
 CPU_SPECIFIC = tuple(name for name, layout in LAYOUTS.items() if layout["cpu_specific"])
 WEIGHT_FORMATS = ("auto", *FORMATS)  # what a user may ask for
-USUAL_FORMAT = "2bit"  # what "auto" means
+USUAL_FORMAT = "2bit"  # what "auto" means where loading/weight_choice.py has nothing to say
 BLOCK = LAYOUTS["canonical"]["k_step"]  # weights in a block, which a group of scales covers too
 
 
