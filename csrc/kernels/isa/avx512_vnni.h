@@ -216,7 +216,7 @@ struct SumTables {
   static Sums negative(Sums v) { return sub(zero(), v); }
   static Sums magnitude(Sums v) { return _mm512_abs_epi16(v); }
   static bool any_above(Sums v, int16_t bound) {
-    return _mm512_cmpgt_epi16_mask(v, _mm512_set1_epi16(bound)) != 0;
+    return _mm512_cmpge_epi16_mask(v, _mm512_set1_epi16(static_cast<int16_t>(bound + 1))) != 0;
   }
   template <int J>
   static Sums codes(const float* words) {

@@ -118,6 +118,10 @@ BITNET_EMULATED simde__m512i cvtepu16_epi32(simde__m256i a) {
   const auto x = simde__m256i_to_private(a);
   BITNET_LANES(__m512i, i32, 16, static_cast<int32_t>(x.u16[i]));
 }
+BITNET_EMULATED simde__m512i cvtepi16_epi32(simde__m256i a) {
+  const auto x = simde__m256i_to_private(a);
+  BITNET_LANES(__m512i, i32, 16, static_cast<int32_t>(x.i16[i]));
+}
 BITNET_EMULATED simde__m256i cvtepi32_epi16(simde__m512i a) {
   const auto x = simde__m512i_to_private(a);
   BITNET_LANES(__m256i, i16, 16, static_cast<int16_t>(x.i32[i]));
@@ -239,6 +243,8 @@ BITNET_EMULATED unsigned cmpeq_epi16_mask(simde__m256i a, simde__m256i b) {
 #define _mm512_cvtepi32_ps emulated::cvtepi32_ps
 #undef _mm512_cvtepu16_epi32
 #define _mm512_cvtepu16_epi32 emulated::cvtepu16_epi32
+#undef _mm512_cvtepi16_epi32
+#define _mm512_cvtepi16_epi32 emulated::cvtepi16_epi32
 #undef _mm512_cvtepi32_epi16
 #define _mm512_cvtepi32_epi16 emulated::cvtepi32_epi16
 #undef _mm512_cvtepi8_epi32
