@@ -32,7 +32,8 @@ GroupJob job_of(const Weight& w, const QuantizedTokens& x, const GroupsJob& job)
           .out = job.out,
           .out_stride = job.out_stride,
           .prefetch_bytes = tuning().prefetch_bytes,
-          .shared_ports = tuning().shared_ports};
+          .shared_ports = tuning().shared_ports,
+          .scratch = job.scratch};
 }
 
 // Scales as the kernels read them: one call.
@@ -105,6 +106,7 @@ void multiply_gathered(const KernelTable& table, const Weight& w, const float* s
     one.block_begin = block;
     one.block_end = block + 1;
     one.out = job.out + (block - job.block_begin) * w.block_rows;
+    one.scratch = nullptr;
     GroupJob part = job_of(w, x, one);
     part.scale = gathered;
     for (int64_t g = 0; g < groups; g += kGathered) {

@@ -20,9 +20,10 @@ struct GroupScales {
 // A run of row blocks x some tokens.
 struct GroupsJob {
   int64_t block_begin, block_end;
-  int64_t token, tokens;  // from `token` on, `tokens` of them
-  float* out;             // row i of the run and token m at out[m * out_stride + i]
-  int64_t out_stride;     // at least the rows of the row blocks
+  int64_t token, tokens;    // from `token` on, `tokens` of them
+  float* out;               // row i of the run and token m at out[m * out_stride + i]
+  int64_t out_stride;       // at least the rows of the row blocks
+  void* scratch = nullptr;  // GroupJob::scratch
 };
 
 // y = sum over g of float(sum of the group's codes) * (scale[n, g] * x.group_scales[g, m]), each

@@ -18,7 +18,7 @@ int64_t ceil_div(int64_t n, int64_t size) { return (n + size - 1) / size; }
 // Tokens with groups are rows as they lie, and the values of a call stay in L1 as its sums would.
 ProductBlocking blocking_of(const KernelTable& table, int64_t tokens, int64_t k, bool grouped,
                             int64_t table_rows) {
-  if (table_rows != 0) return table.table_blocking(tokens, table_rows);
+  if (table_rows != 0) return table.table_blocking(tokens, table_rows, grouped);
   const ProductBlocking blocking = table.product_blocking(tokens, k);
   return grouped ? ProductBlocking{.claim_parts = blocking.claim_parts} : blocking;
 }
@@ -37,12 +37,12 @@ int64_t even_part(int64_t total, int64_t most) {
 // Rows of a product that is made by tables of sums: if each thread has as many as are worth the
 // building, in whatever blocks of tokens. Else 0.
 int64_t table_rows_of(const KernelTable& table, const ProductShape& s, int64_t threads) {
-  if (!s.tiles || s.grouped || !tuning().sum_tables) return 0;
+  if (!s.tables || !tuning().sum_tables) return 0;
   const int64_t rows = s.row_blocks * s.block_rows;
-  const ProductBlocking all = table.table_blocking(s.tokens, rows);
+  const ProductBlocking all = table.table_blocking(s.tokens, rows, s.grouped);
   if (all.scratch_bytes == 0) return 0;
   const int64_t of_thread = rows * ceil_div(s.tokens, all.token_multiple) / threads;
-  return table.table_blocking(s.tokens, of_thread).scratch_bytes == 0 ? 0 : rows;
+  return table.table_blocking(s.tokens, of_thread, s.grouped).scratch_bytes == 0 ? 0 : rows;
 }
 
 // Memory of this thread for the kernels. A call that gets none does without.
@@ -111,6 +111,10 @@ ProductCut cut_for(const KernelTable& table, const ProductShape& s, int64_t thre
     best.sums = best.cells * best.k_parts * s.block_rows * tokens;
   }
   return best;
+}
+
+bool Projection::takes_tables() const {
+  return weight->format != WeightFormat::kCanonical && (!grouped() || groups.blocked);
 }
 
 Projection make_projection(const Weight& weight, const float* scale, int64_t scale_count,
@@ -273,8 +277,8 @@ void Product::multiply(const Projection& p, int64_t block, int64_t blocks,
   const int64_t token = token_block * block_tokens_;
   if (token >= x_.tokens) return;  // blocks of whole tiles may be fewer
   SumsJob job = job_of(p, block, blocks, token, sums);
-  if (blocking_.scratch_bytes != 0) job.scratch = thread_scratch(blocking_.scratch_bytes);
   if (p.grouped()) return multiply_grouped(p, job, token);
+  if (blocking_.scratch_bytes != 0) job.scratch = thread_scratch(blocking_.scratch_bytes);
   multiply_and_store(table_, *p.weight, job, epilogue_of(p, job, token));
 }
 
@@ -349,21 +353,39 @@ void Product::run_columns(const ColumnsRead& read, int64_t begin, int64_t end) c
   }
 }
 
+// Values of a call stay in L1, or by tables of sums lie behind their scratch.
 void Product::multiply_grouped(const Projection& p, const SumsJob& job, int64_t token) const {
-  alignas(64) float values[kMaxProductSums];
-  multiply_groups(table_, *p.weight, p.groups, x_,
-                  {.block_begin = job.block_begin,
-                   .block_end = job.block_end,
-                   .token = token,
-                   .tokens = job.tokens,
-                   .out = values,
-                   .out_stride = job.out_stride});
+  alignas(64) float few[kMaxProductSums];
+  float* values = few;
+  char* scratch = nullptr;
+  int64_t once = job.block_end - job.block_begin;
+  if (blocking_.scratch_bytes != 0) {
+    const int64_t count = block_tokens_ * (blocking_.rows + most_block_rows_);
+    scratch = static_cast<char*>(thread_scratch(blocking_.scratch_bytes + 4 * count));
+    if (scratch != nullptr) values = reinterpret_cast<float*>(scratch + blocking_.scratch_bytes);
+  }
+  if (scratch == nullptr) once = kMaxProductSums / (block_tokens_ * p.weight->block_rows);
+  for (int64_t block = job.block_begin; block < job.block_end; block += once) {
+    const int64_t end = std::min(block + once, job.block_end);
+    const GroupsJob part{.block_begin = block,
+                         .block_end = end,
+                         .token = token,
+                         .tokens = job.tokens,
+                         .out = values,
+                         .out_stride = (end - block) * p.weight->block_rows,
+                         .scratch = scratch};
+    multiply_groups(table_, *p.weight, p.groups, x_, part);
+    store_groups(p, part);
+  }
+}
+
+void Product::store_groups(const Projection& p, const GroupsJob& job) const {
   const int64_t row = job.block_begin * p.weight->block_rows;
   const int64_t n = std::min(job.out_stride, p.weight->n_rows - row);
   for (int64_t m = 0; m < job.tokens; ++m) {
-    float* y = values + m * job.out_stride;
+    float* y = job.out + m * job.out_stride;
     if (p.bias != nullptr) table_.add_row(y, p.bias + row, n, y);
-    store_values(p.out, y, n, token + m, row);
+    store_values(p.out, y, n, job.token + m, row);
   }
 }
 
@@ -404,14 +426,14 @@ struct OneStage {
 
 void multiply(const KernelTable& table, const QuantizedTokens& x, const Projection* projections,
               int64_t count) {
-  ProductShape shape{x.tokens, x.k, 0, 1, projections[0].grouped(), false, true};
+  ProductShape shape{x.tokens, x.k, 0, 1, projections[0].grouped(), false, x.planes() == 1};
   int64_t macs = 0;
   for (int64_t i = 0; i < count; ++i) {
     const Weight& w = *projections[i].weight;
     macs += w.n_rows * x.k * x.tokens;
     shape.row_blocks += w.row_blocks;
     shape.block_rows = std::max(shape.block_rows, w.block_rows);
-    if (w.format == WeightFormat::kCanonical) shape.tiles = false;
+    if (!projections[i].takes_tables()) shape.tables = false;
   }
   const int64_t threads = partitions_for(StagedExecutor::kMaxPartitions, macs, kMinMacs);
   const Product product(table, x, projections, count, cut_for(table, shape, threads));

@@ -30,6 +30,8 @@ struct Projection {
 
   bool grouped() const { return groups.data != nullptr; }
   int64_t group() const { return grouped() ? groups.group : 0; }
+  // In tiles; scales of groups beside them.
+  bool takes_tables() const;
 };
 
 // A contiguous result [tokens, n_rows] of `type`.
@@ -53,7 +55,7 @@ struct ProductShape {
   int64_t row_blocks, block_rows;  // of all projections
   bool grouped;                    // has group scales
   bool splits_k;                   // K may be cut: the caller provides PartSums
-  bool tiles = false;              // all weights are in tiles
+  bool tables = false;             // may be made by tables of sums: takes_tables(), one plane
 };
 
 // The coarsest cut that has enough units for all threads to end together. Blocks get fewer tokens
@@ -108,6 +110,7 @@ class Product {
   void multiply(const Projection& p, int64_t block, int64_t blocks, int64_t token_block) const;
   void multiply_part(const Projection& p, int64_t block, int64_t cell, int64_t part) const;
   void multiply_grouped(const Projection& p, const SumsJob& job, int64_t token) const;
+  void store_groups(const Projection& p, const GroupsJob& job) const;
   EpilogueJob epilogue_of(const Projection& p, const SumsJob& job, int64_t token) const;
   EpilogueJob epilogue_at(const Projection& p, int64_t row, int64_t token) const;
   void store_values(const Output& out, float* y, int64_t n, int64_t token, int64_t row) const;

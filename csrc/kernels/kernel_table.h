@@ -113,6 +113,7 @@ struct GroupJob {
   int64_t out_stride;
   int64_t prefetch_bytes;
   bool shared_ports = false;  // as in TileJob
+  void* scratch = nullptr;    // likewise
 };
 
 // A product of panels of columns (format/layout.h) with the codes of one token that are not 0.
@@ -318,9 +319,9 @@ struct KernelTable {
   void (*store_block)(const EpilogueJob& job);
   // How products of k features cut their work for so many tokens, in whatever format weights are.
   ProductBlocking (*product_blocking)(int64_t tokens, int64_t k);
-  // Likewise of `rows` rows in tiles without scales of groups, by tables of sums; scratch_bytes 0:
-  // not by tables.
-  ProductBlocking (*table_blocking)(int64_t tokens, int64_t rows);
+  // Likewise of `rows` rows in tiles, with scales of groups or without, by tables of sums;
+  // scratch_bytes 0: not by tables.
+  ProductBlocking (*table_blocking)(int64_t tokens, int64_t rows, bool grouped);
 
   // ---- element types ------------------------------------------------------------------------
   // Every type but kInt8.  Loading is exact, storing rounds half to even.  Beyond the largest

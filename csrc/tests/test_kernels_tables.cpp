@@ -17,7 +17,7 @@ namespace {
 constexpr int64_t kMostRows = 2560;
 
 bool has_tables(const KernelTable& table) {
-  return table.table_blocking(1 << 20, 1 << 20).scratch_bytes != 0;
+  return table.table_blocking(1 << 20, 1 << 20, false).scratch_bytes != 0;
 }
 
 struct Stored {
@@ -48,7 +48,7 @@ class TableTest {
     const std::vector<float> x_scales = random_floats(random, Flavour::kUnit, tokens);
     const float* w_scale = scales_.place_copy(scales.data(), as.row_scales ? rows : 1, where);
     const float* x_scale = x_scales_.place_copy(x_scales.data(), tokens, where);
-    const ProductBlocking blocking = table.table_blocking(1 << 20, kMostRows);
+    const ProductBlocking blocking = table.table_blocking(1 << 20, kMostRows, false);
     // flush against the page behind it, and aligned as its contract has it
     void* scratch = scratch_.place<char>(blocking.scratch_bytes, {true, 0});
     const int64_t element = as.kind == StoreKind::kStore && as.type != DType::kF32 ? 2 : 4;
@@ -119,7 +119,7 @@ int64_t tiles_for(const KernelTable& table, int64_t fields, int64_t rows) {
 // As few rows as a call of tile_product uses tables for.
 int64_t least_rows(const KernelTable& table) {
   int64_t rows = 1;
-  while (table.table_blocking(1 << 20, rows).scratch_bytes == 0) rows *= 2;
+  while (table.table_blocking(1 << 20, rows, false).scratch_bytes == 0) rows *= 2;
   return rows / 2;
 }
 

@@ -83,16 +83,18 @@ bool has_side(const Step& step, const Linear& linear) {
 }
 
 ProductCut cut_of(const PlanBuilder& plan, std::initializer_list<Target> targets, bool own_norms,
-                  bool grouped) {
+                  bool grouped, int64_t planes) {
   const Step& step = plan.step();
-  ProductShape shape{plan.rows().count, targets.begin()->linear->k, 0, 1, grouped, !grouped, true};
+  ProductShape shape{plan.rows().count, targets.begin()->linear->k, 0, 1, grouped, !grouped,
+                     planes == 1};
   // products with inputs of their own are several, and their cells would have to be told apart
   if (own_norms && targets.size() != 1) shape.splits_k = false;
   for (const Target& target : targets) {
     const Weight& w = target.linear->weight;
     shape.row_blocks += w.row_blocks;
     shape.block_rows = std::max(shape.block_rows, w.block_rows);
-    if (w.format == WeightFormat::kCanonical) shape.splits_k = shape.tiles = false;
+    if (w.format == WeightFormat::kCanonical) shape.splits_k = false;
+    if (!target.linear->into({}).takes_tables()) shape.tables = false;
   }
   return cut_for(*step.table, shape, step.partitions);
 }
@@ -123,7 +125,7 @@ Products::Products(PlanBuilder& plan, const RowSource* source, ActivationFormat 
   }
   // threads that share tokens have no list of their own
   lists_ = step_.batch.tokens == 1 && rows_.count == 1 && parts_[0].linear->columns != nullptr;
-  cut_ = cut_of(plan, targets, own_norms_, grouped_);
+  cut_ = cut_of(plan, targets, own_norms_, grouped_, planes_of(format_));
   plan.need_parts(cut_);
 }
 

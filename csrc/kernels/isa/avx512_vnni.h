@@ -233,6 +233,21 @@ struct SumTables {
       _mm512_store_si512(wide + i, v);
     }
   }
+  struct Factors {
+    __m512 half[2];
+  };
+  static Factors factors(const float* x_scale) {
+    return {{_mm512_loadu_ps(x_scale), _mm512_loadu_ps(x_scale + 16)}};
+  }
+  [[gnu::always_inline]] static void add_scaled(const int16_t* sums, float scale, const Factors& f,
+                                                bool first, float* values) {
+    for (int i = 0; i < 2; ++i) {
+      const __m512 v = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(load_half(sums + 16 * i)));
+      const __m512 before = first ? _mm512_setzero_ps() : _mm512_loadu_ps(values + 16 * i);
+      const __m512 factor = _mm512_mul_ps(_mm512_set1_ps(scale), f.half[i]);
+      _mm512_storeu_ps(values + 16 * i, _mm512_fmadd_ps(v, factor, before));
+    }
+  }
   template <int kLeft, int kRight>
   static void store_lines(const __m512i (&numbers)[8], uint16_t* to) {
     __m512i pairs[4];

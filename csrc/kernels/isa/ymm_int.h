@@ -228,6 +228,24 @@ struct YmmTables {
       _mm256_store_si256(to, v);
     }
   }
+  // Scales of the tokens of a register.
+  struct Factors {
+    __m256 half[2];
+  };
+  static Factors factors(const float* x_scale) {
+    return {{_mm256_load_ps(x_scale), _mm256_load_ps(x_scale + 8)}};
+  }
+  // values = fma(sums, scale * factors, first ? 0 : values)
+  [[gnu::always_inline]] static void add_scaled(const int16_t* sums, float scale, const Factors& f,
+                                                bool first, float* values) {
+    for (int i = 0; i < 2; ++i) {
+      const auto* from = reinterpret_cast<const __m128i*>(sums + 8 * i);
+      const __m256 v = _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(_mm_load_si128(from)));
+      const __m256 before = first ? _mm256_setzero_ps() : _mm256_load_ps(values + 8 * i);
+      const __m256 factor = _mm256_mul_ps(_mm256_set1_ps(scale), f.half[i]);
+      _mm256_store_ps(values + 8 * i, _mm256_fmadd_ps(v, factor, before));
+    }
+  }
   // Eight numbers below 2^13 of every lane, lane after lane, times 2^kLeft or by 2^kRight.
   template <int kLeft, int kRight>
   static void store_lines(const __m256i (&numbers)[8], uint16_t* to) {

@@ -113,17 +113,15 @@ inline void tiles_in_pieces(const TileJob& job, const EpilogueJob& epilogue, int
 template <class U, class D>
 void tables_then_pieces(const TileJob& job, const EpilogueJob& epilogue) {
   const int64_t tile_rows = D::kFields * kTileLanes;
-  int64_t token = 0;
+  int64_t done = 0;
   if (job.scratch != nullptr && job.tile_count * tile_rows >= U::kFromRows / 2) {
-    const int64_t rest = job.tokens % U::kTokens;
-    const int64_t end = rest < U::kRestFrom ? job.tokens - rest : job.tokens;
-    constexpr int64_t kOnce = kTableBlocks * U::kTokens;
-    for (; token < end; token += kOnce) {
-      table_blocks<U, D>(job, epilogue, token, end - token < kOnce ? end - token : kOnce);
-    }
-    token = end;
+    done = table_tokens<U>(job.tokens);
+    for_table_tokens<U>(
+        {job.tiles, job.k_steps * kStepBytes, job.tile_count, job.k_steps, job.x, job.x_stride, 0,
+         done, job.scratch},
+        [&](const TableInput& in) { table_blocks<U, D>(in, WholeSums<U>{epilogue, job.k_steps}); });
   }
-  if (token < job.tokens) tiles_in_pieces(job, epilogue, token, tile_rows);
+  if (done < job.tokens) tiles_in_pieces(job, epilogue, done, tile_rows);
 }
 
 void tile_product(const TileJob& job, const EpilogueJob& epilogue) {
@@ -162,7 +160,8 @@ ProductBlocking product_blocking([[maybe_unused]] int64_t tokens, [[maybe_unused
   return {};
 }
 
-ProductBlocking table_blocking([[maybe_unused]] int64_t tokens, [[maybe_unused]] int64_t rows) {
-  if constexpr (kTablesHere) return blocking_by_tables<SumTables>(tokens, rows);
+ProductBlocking table_blocking([[maybe_unused]] int64_t tokens, [[maybe_unused]] int64_t rows,
+                               [[maybe_unused]] bool grouped) {
+  if constexpr (kTablesHere) return blocking_by_tables<SumTables>(tokens, rows, grouped);
   return {};
 }

@@ -277,7 +277,37 @@ void group_gemm_as(const GroupJob& job) {
   any_group_gemm<TwoBit, Several::TwoBits, Several::TwoBitsPlain, kPlanes, S>(job);
 }
 
-void group_gemm(const GroupJob& job) {
+// By tables of sums, as far as tokens fill their blocks; returns how many.
+template <class U, class S>
+int64_t group_tables(const GroupJob& job) {
+  const int64_t tokens = table_tokens<U>(job.tokens);
+  const TableInput all{job.tiles, job.tile_stride, job.tile_count, job.k_steps, job.x, job.x_stride,
+                       0,         tokens,          job.scratch};
+  for_table_tokens<U>(all, [&](const TableInput& in) {
+    if (job.format == layout::WeightFormat::kBase3) {
+      table_blocks<U, Base3Lines<Base3Digits>>(in, GroupSums<U, S, 5 * kTileLanes>{job});
+    } else {
+      table_blocks<U, TwoBitLines<U>>(in, GroupSums<U, S, 4 * kTileLanes>{job});
+    }
+  });
+  return tokens;
+}
+
+void group_gemm(const GroupJob& whole) {
+  GroupJob job = whole;
+  if constexpr (kTablesHere) {
+    if (job.scratch != nullptr && job.planes == 1 && !job.add) {
+      const bool half = job.scale_type == DType::kF16;
+      const int64_t done =
+          half ? group_tables<SumTables, uint16_t>(job) : group_tables<SumTables, float>(job);
+      job.x += done * job.x_stride;
+      job.x_sum += done;
+      if (job.x_scale != nullptr) job.x_scale += done;
+      job.out += done * job.out_stride;
+      job.tokens -= done;
+      if (job.tokens == 0) return;
+    }
+  }
   if (job.scale_type == DType::kF16) {
     if (job.planes == 2) return group_gemm_as<2, uint16_t>(job);
     return group_gemm_as<1, uint16_t>(job);

@@ -10,10 +10,11 @@
 // added to sums of 32 bits. All of it is exact, so results equal those of a product.
 
 constexpr int64_t kTableInputs = 4, kTableSums = 81;
-constexpr int64_t kTableSpanK = 64;   // whose lines are computed at once: a k-step multiple
-constexpr int kTablesAtOnce = 8;      // tables that a row adds together: 32 k
-constexpr int64_t kTableBlocks = 4;   // blocks of tokens that share the lines of rows
-constexpr int64_t kTableRows = 2048;  // at most, of a call: their sums lie in L2
+constexpr int64_t kTableSpanK = 64;        // whose lines are computed at once: a k-step multiple
+constexpr int kTablesAtOnce = 8;           // tables that a row adds together: 32 k
+constexpr int64_t kTableBlocks = 4;        // blocks of tokens that share the lines of rows
+constexpr int64_t kTableRows = 2048;       // at most, of a call: their sums lie in L2
+constexpr int64_t kTableGroupRows = 1024;  // likewise, with scales of groups
 // Lines before the first table and behind the last one, which a fourth value of 2 bits would reach.
 constexpr int64_t kTableDamaged = 40;
 
@@ -134,23 +135,17 @@ template <class U, bool kFirst>
   }
 }
 
-template <class U>
-[[gnu::noinline]] void widen_sums(const int16_t* sums, int64_t rows, bool first, int32_t* wide) {
-  for (int64_t i = 0; i < rows * U::kTokens; i += U::kTokens) {
-    U::widen(sums + i, first, wide + i);
-  }
-}
-
 // ---- a job --------------------------------------------------------------------------------------
 
-// Sums of a block of tokens, rows rounded up to 16.
+// A block of tokens: 16-bit sums of all rows, and what they have gone to so far, of 32 bits.
 template <class U>
 struct TableBlock {
-  int16_t* sums;
-  int32_t* wide;
-  float* words;                 // [16][kTokens]
-  typename U::Sums magnitudes;  // since the last widening, for every token
-  bool empty, narrow_only;      // nothing in `sums`, or nothing in `wide`
+  int16_t* sums;  // [rows][kTokens], rows rounded up to 16
+  void* totals;   // likewise
+  float* words;   // [16][kTokens]
+  int64_t token, tokens;
+  typename U::Sums magnitudes;  // since the sums were folded, for every token
+  bool fresh, first;            // nothing in `sums`; nothing in `totals`
 };
 
 constexpr int64_t table_rows_padded(int64_t rows) { return (rows + 15) / 16 * 16; }
@@ -163,30 +158,94 @@ constexpr int64_t table_scratch_bytes(int64_t rows) {
   return tables + lines + kTableBlocks * block + 4096;
 }
 
-// Adds 32 k of a block: h says which half of its words.
+// Adds 32 k to the sums of a block: h says which half of its words. Returns the magnitudes.
 template <class U>
-void add_tables(TableBlock<U>& block, int h, int offset, const uint16_t* lines, int16_t* tables,
-                int64_t rows) {
+typename U::Sums add_tables(const TableBlock<U>& block, int h, int offset, const uint16_t* lines,
+                            int16_t* tables, int64_t rows) {
   typename U::Sums more = U::zero();
   repeat<kTablesAtOnce>([&]<int g>() BITNET_INLINE_LAMBDA {
     const float* words = block.words + (h * kTablesAtOnce + g) * U::kTokens;
     more = U::add(more, build_table<U>(words, tables + g * kTableSums * U::kTokens));
   });
-  const typename U::Sums together = U::add(block.magnitudes, more);  // at most 7 * 4096 + 4096
-  const bool full = U::any_above(together, 32767 - 4096);
-  block.magnitudes = together;
   const int16_t* from = tables - offset * U::kTokens;
-  if (block.empty) {
+  if (block.fresh) {
     add_lines<U, true>(lines, from, rows, block.sums);
   } else {
     add_lines<U, false>(lines, from, rows, block.sums);
   }
-  block.empty = full;
-  if (!full) return;
-  widen_sums<U>(block.sums, rows, block.narrow_only, block.wide);
-  block.narrow_only = false;
-  block.magnitudes = U::zero();
+  return more;
 }
+
+// What a table product needs of a TileJob or a GroupJob.
+struct TableInput {
+  const uint8_t* tiles;
+  int64_t tile_bytes, tile_count, k_steps;
+  const int8_t* x;  // of the first token
+  int64_t x_stride, token, tokens;
+  void* scratch;
+};
+
+// Tokens of an input, at most kTableBlocks blocks. F says what becomes of sums: fold() after every
+// 32 k, at the end of `k_steps` of them, and store() in the end.
+template <class U, class D, class F>
+void table_blocks(const TableInput& in, const F& folds) {
+  const int64_t rows = in.tile_count * D::kFields * kTileLanes, padded = table_rows_padded(rows);
+  const int64_t count = (in.tokens + U::kTokens - 1) / U::kTokens;
+  char* memory = static_cast<char*>(in.scratch);
+  const auto take = [&](int64_t bytes) {
+    char* piece = memory;
+    memory += (bytes + 63) / 64 * 64;
+    return piece;
+  };
+  auto* tables = reinterpret_cast<int16_t*>(
+                     take((kTablesAtOnce * kTableSums + 2 * kTableDamaged) * U::kTokens * 2)) +
+                 kTableDamaged * U::kTokens;
+  auto* lines = reinterpret_cast<uint16_t*>(take(2 * kTablesAtOnce * 2 * padded));
+  TableBlock<U> blocks[kTableBlocks];
+  for (int64_t b = 0; b < count; ++b) {
+    const int64_t first = b * U::kTokens, left = in.tokens - first;
+    blocks[b] = {reinterpret_cast<int16_t*>(take(padded * U::kTokens * 2)),
+                 take(padded * U::kTokens * 4),
+                 reinterpret_cast<float*>(take(kTableSpanK * U::kTokens)),
+                 in.token + first,
+                 left < U::kTokens ? left : U::kTokens,
+                 U::zero(),
+                 true,
+                 true};
+  }
+  constexpr int64_t kSpanSteps = kTableSpanK / layout::kTileStepK;
+  for (int64_t s = 0; s < in.k_steps; s += kSpanSteps) {
+    find_lines<U, D>(in.tiles + s * kStepBytes, in.tile_bytes, in.tile_count, rows, lines);
+    for (int64_t b = 0; b < count; ++b) {
+      const int8_t* x = in.x + b * U::kTokens * in.x_stride + s * layout::kTileStepK;
+      gather_words<U>(x, in.x_stride, blocks[b].tokens, blocks[b].words);
+    }
+    for (int h = 0; h < 2; ++h) {
+      for (int64_t b = 0; b < count; ++b) {
+        TableBlock<U>& block = blocks[b];
+        const typename U::Sums more =
+            add_tables<U>(block, h, D::kOffset, lines + h * rows * kTablesAtOnce, tables, rows);
+        block.fresh = folds.fold(block, more, rows, s + (h + 1) * kTablesAtOnce);
+        if (block.fresh) block.first = false;
+      }
+    }
+  }
+  for (int64_t b = 0; b < count; ++b) folds.store(blocks[b], rows);
+}
+
+// part[token][row] of up to 64 rows of a block's totals from `row` on.
+template <class U>
+[[gnu::always_inline]] inline void transpose_totals(const TableBlock<U>& block, int64_t row,
+                                                    int64_t rows, float (*part)[64]) {
+  const char* totals = static_cast<const char*>(block.totals);
+  for (int64_t i = 0; i < rows; i += 16) {
+    for (int64_t t = 0; t < U::kTokens; t += 16) {
+      transpose_16(totals + ((row + i) * U::kTokens + t) * 4, U::kTokens * 4, &part[t][i], 64);
+    }
+  }
+}
+
+// ---- sums of all of K, through the epilogue -----------------------------------------------------
 
 // What is left to do for rows [row, row + rows) and tokens [token, token + tokens); the sums are
 // the caller's.
@@ -204,81 +263,110 @@ inline EpilogueJob epilogue_part(const EpilogueJob& whole, int64_t row, int64_t 
   return part;
 }
 
-// The finished sums of a block through the epilogue, 64 rows at a time.
 template <class U>
-void store_tables(TableBlock<U>& block, int64_t rows, int64_t token, int64_t tokens,
-                  const EpilogueJob& epilogue) {
-  constexpr int64_t kOnce = 64;
-  alignas(64) float part[U::kTokens][kOnce];
-  if (!block.empty) widen_sums<U>(block.sums, rows, block.narrow_only, block.wide);
-  for (int64_t row = 0; row < rows && row < epilogue.rows; row += kOnce) {
-    EpilogueJob job =
-        epilogue_part(epilogue, row, rows - row < kOnce ? rows - row : kOnce, token, tokens);
-    job.sums = reinterpret_cast<const int32_t*>(part[0]);
-    job.sums_stride = kOnce;
-    for (int64_t i = 0; i < job.rows; i += 16) {
-      for (int64_t t = 0; t < U::kTokens; t += 16) {
-        transpose_16(block.wide + (row + i) * U::kTokens + t, U::kTokens * 4, &part[t][i], kOnce);
+struct WholeSums {
+  const EpilogueJob& epilogue;
+  int64_t k_steps;
+
+  // Widens sums that the next 32 k, at most 4096 in magnitude, could overflow.
+  bool fold(TableBlock<U>& block, typename U::Sums more, int64_t rows, int64_t done) const {
+    block.magnitudes = U::add(block.magnitudes, more);
+    if (done < k_steps && !U::any_above(block.magnitudes, 32767 - 4096)) return false;
+    auto* wide = static_cast<int32_t*>(block.totals);
+    for (int64_t i = 0; i < rows * U::kTokens; i += U::kTokens)
+      U::widen(block.sums + i, block.first, wide + i);
+    block.magnitudes = U::zero();
+    return true;
+  }
+  void store(const TableBlock<U>& block, int64_t rows) const {
+    alignas(64) float part[U::kTokens][64];
+    for (int64_t row = 0; row < rows && row < epilogue.rows; row += 64) {
+      EpilogueJob job = epilogue_part(epilogue, row, rows - row < 64 ? rows - row : 64, block.token,
+                                      block.tokens);
+      transpose_totals(block, row, job.rows, part);
+      job.sums = reinterpret_cast<const int32_t*>(part[0]);
+      job.sums_stride = 64;
+      store_block(job);
+    }
+  }
+};
+
+// ---- sums of groups, scaled ---------------------------------------------------------------------
+
+template <class U, class S, int64_t kTileRows>
+struct GroupSums {
+  const GroupJob& job;
+
+  // A group of 128 k is at most 16,384 in magnitude: nothing overflows inside one.
+  bool fold(TableBlock<U>& block, typename U::Sums, int64_t rows, int64_t done) const {
+    if (done < job.k_steps && done % job.group_steps != 0) return false;
+    const int64_t g = (done - 1) / job.group_steps;
+    alignas(64) float x_scale[U::kTokens] = {}, w_scale[kTileRows];
+    for (int64_t t = 0; t < block.tokens; ++t) {
+      x_scale[t] =
+          job.x_scale == nullptr ? 1.0f : job.x_scale[g * job.x_group_stride + block.token + t];
+    }
+    const auto factors = U::factors(x_scale);
+    auto* values = static_cast<float*>(block.totals);
+    for (int64_t row = 0; row < rows; row += kTileRows) {
+      const S* scale = static_cast<const S*>(job.scale) + row / kTileRows * job.scale_stride;
+      for (int64_t i = 0; i < kTileRows; i += kTileLanes)
+        store_floats(w_scale + i, load_floats(scale + g * kTileRows + i));
+      for (int64_t i = 0; i < kTileRows; ++i) {
+        const int64_t at = (row + i) * U::kTokens;
+        U::add_scaled(block.sums + at, w_scale[i], factors, block.first, values + at);
       }
     }
-    store_block(job);
+    return true;
   }
-}
-
-// Tokens [token, token + tokens) of a job, at most kTableBlocks blocks.
-template <class U, class D>
-void table_blocks(const TileJob& job, const EpilogueJob& epilogue, int64_t token, int64_t tokens) {
-  const int64_t tile_rows = D::kFields * kTileLanes, tile_bytes = job.k_steps * kStepBytes;
-  const int64_t rows = job.tile_count * tile_rows, padded = table_rows_padded(rows);
-  const int64_t count = (tokens + U::kTokens - 1) / U::kTokens;
-  char* memory = static_cast<char*>(job.scratch);
-  const auto take = [&](int64_t bytes) {
-    char* piece = memory;
-    memory += (bytes + 63) / 64 * 64;
-    return piece;
-  };
-  auto* tables = reinterpret_cast<int16_t*>(
-                     take((kTablesAtOnce * kTableSums + 2 * kTableDamaged) * U::kTokens * 2)) +
-                 kTableDamaged * U::kTokens;
-  auto* lines = reinterpret_cast<uint16_t*>(take(2 * kTablesAtOnce * 2 * padded));
-  TableBlock<U> blocks[kTableBlocks];
-  for (int64_t b = 0; b < count; ++b) {
-    blocks[b] = {reinterpret_cast<int16_t*>(take(padded * U::kTokens * 2)),
-                 reinterpret_cast<int32_t*>(take(padded * U::kTokens * 4)),
-                 reinterpret_cast<float*>(take(kTableSpanK * U::kTokens)),
-                 U::zero(),
-                 true,
-                 true};
-  }
-  constexpr int64_t kSpanSteps = kTableSpanK / layout::kTileStepK;
-  for (int64_t s = 0; s < job.k_steps; s += kSpanSteps) {
-    find_lines<U, D>(job.tiles + s * kStepBytes, tile_bytes, job.tile_count, rows, lines);
-    for (int64_t b = 0; b < count; ++b) {
-      const int64_t first = b * U::kTokens;
-      const int8_t* x = job.x + (token + first) * job.x_stride + s * layout::kTileStepK;
-      gather_words<U>(x, job.x_stride, tokens - first, blocks[b].words);
-    }
-    for (int h = 0; h < 2; ++h) {
-      for (int64_t b = 0; b < count; ++b)
-        add_tables<U>(blocks[b], h, D::kOffset, lines + h * rows * kTablesAtOnce, tables, rows);
+  void store(const TableBlock<U>& block, int64_t rows) const {
+    alignas(64) float part[U::kTokens][64];
+    for (int64_t row = 0; row < rows; row += 64) {
+      const int64_t count = rows - row < 64 ? rows - row : 64;
+      transpose_totals(block, row, count, part);
+      for (int64_t t = 0; t < block.tokens; ++t) {
+        float* to = job.out + (block.token + t) * job.out_stride + row;
+        __builtin_memcpy(to, part[t], static_cast<size_t>(count) * sizeof(float));
+      }
     }
   }
-  for (int64_t b = 0; b < count; ++b) {
-    const int64_t first = b * U::kTokens, left = tokens - first;
-    store_tables(blocks[b], rows, token + first, left < U::kTokens ? left : U::kTokens, epilogue);
-  }
-}
+};
 
-// Tables want many rows for each building, and all of them before the next tokens.
+// ---- how much of a job --------------------------------------------------------------------------
+
+// Tokens that fill blocks well enough, from the first on.
 template <class U>
-ProductBlocking blocking_by_tables(int64_t tokens, int64_t rows) {
+inline int64_t table_tokens(int64_t tokens) {
+  const int64_t rest = tokens % U::kTokens;
+  return rest < U::kRestFrom ? tokens - rest : tokens;
+}
+
+// Calls f with kTableBlocks blocks of those tokens at a time.
+template <class U, class F>
+inline void for_table_tokens(TableInput in, const F& f) {
+  constexpr int64_t kOnce = kTableBlocks * U::kTokens;
+  const int8_t* x = in.x;
+  const int64_t end = in.tokens;
+  for (int64_t t = 0; t < end; t += kOnce) {
+    in.x = x + t * in.x_stride;
+    in.token = t;
+    in.tokens = end - t < kOnce ? end - t : kOnce;
+    f(in);
+  }
+}
+
+// Tables want many rows for each building, and all of them before the next tokens. Sums with scales
+// of groups pass through L2 more often, so they are fewer.
+template <class U>
+ProductBlocking blocking_by_tables(int64_t tokens, int64_t rows, bool grouped) {
   if (tokens < U::kFromTokens || rows < U::kFromRows) return {};
+  const int64_t most = grouped ? kTableGroupRows : kTableRows;
   return {.tokens = kTableBlocks * U::kTokens,
-          .rows = kTableRows,
+          .rows = most,
           .claim_parts = 1,
           .token_multiple = U::kTokens,
           .tokens_outermost = true,
           .finishes_sums = true,
           .even_rows = true,
-          .scratch_bytes = table_scratch_bytes<U>(kTableRows + 80)};
+          .scratch_bytes = table_scratch_bytes<U>(most + layout::kMostBlockRows)};
 }
