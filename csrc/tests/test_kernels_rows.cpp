@@ -165,13 +165,14 @@ class RowTest {
 };
 
 // Rows of the table that are not float rows; test_kernels_gemm, _tiles, _head, test_kernels,
-// test_engine, test_group_product, test_pair_unit and test_kernels_columns have them.
+// _tables, test_engine, test_group_product, test_pair_unit and test_kernels_columns have them.
 void check_that_list_is_complete(const std::vector<RowOp>& ops) {
   begin_case("list of row ops");
   std::set<std::string> rows = {
-      "ternary_gemm", "tile_lanes", "tile_gemm",  "tile_product",    "sum_i8",
-      "head_int8",    "head_int4",  "probe_read", "probe_int8_peak", "product_blocking",
-      "group_gemm",   "add_group",  "add_pairs",  "column_product",  "list_nonzero"};
+      "ternary_gemm",    "tile_lanes",       "tile_gemm",    "tile_product",
+      "sum_i8",          "head_int8",        "head_int4",    "probe_read",
+      "probe_int8_peak", "product_blocking", "group_gemm",   "add_group",
+      "add_pairs",       "column_product",   "list_nonzero", "table_blocking"};
   for (const RowOp& op : ops) rows.insert(op.row);
   const std::size_t pointers =
       (sizeof(KernelTable) - offsetof(KernelTable, ternary_gemm)) / sizeof(void*);
