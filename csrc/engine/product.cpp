@@ -35,17 +35,18 @@ int64_t even_part(int64_t total, int64_t most) {
 }
 
 // Rows of a product that is made by tables of sums: if each thread has as many as are worth the
-// building, in whatever blocks of tokens. Else 0.
+// building, of the blocks of tokens that are made at once. Else 0.
 int64_t table_rows_of(const KernelTable& table, const ProductShape& s, int64_t threads) {
   if (!s.tables || !tuning().sum_tables) return 0;
   const int64_t rows = s.row_blocks * s.block_rows;
   const ProductBlocking all = table.table_blocking(s.tokens, rows, s.grouped);
   if (all.scratch_bytes == 0) return 0;
-  const int64_t of_thread = rows * ceil_div(s.tokens, all.token_multiple) / threads;
+  const int64_t of_thread = rows * ceil_div(s.tokens, all.tokens) / threads;
   return table.table_blocking(s.tokens, of_thread, s.grouped).scratch_bytes == 0 ? 0 : rows;
 }
 
-// Memory of this thread for the kernels. A call that gets none does without.
+// Memory of this thread for the kernels, made at its first product by tables: a plan does not know
+// how many threads will come. A call that gets none does without.
 void* thread_scratch(int64_t bytes) {
   thread_local Workspace workspace;
   try {
@@ -74,14 +75,14 @@ bool end_together(int64_t units, int64_t threads) {
 ProductCut cut_for(const KernelTable& table, const ProductShape& s, int64_t threads) {
   constexpr int64_t kLeastTokens = 16, kMostParts = 8, kUnitsPerThread = 8;
   const int64_t table_rows = table_rows_of(table, s, threads);
-  if (threads == 1) return {.table_rows = table_rows};
-  const ProductBlocking blocking = blocking_of(table, s.tokens, s.k, s.grouped, table_rows);
-  const int64_t multiple = std::max(blocking.token_tile, blocking.token_multiple);
-  ProductCut best{ceil_div(s.tokens, blocking.tokens), 1, table_rows};
+  // each thread has so many rows of tables that claims of equal parts end together
+  if (threads == 1 || table_rows != 0) return {.table_rows = table_rows};
+  const ProductBlocking blocking = blocking_of(table, s.tokens, s.k, s.grouped, 0);
+  ProductCut best{ceil_div(s.tokens, blocking.tokens), 1};
   int64_t most = best.token_blocks * s.row_blocks;  // units of the best
   if (most == 0 || end_together(most, threads)) return best;
   const int64_t least_macs = blocking.finishes_sums ? 4 * kMinMacs : kMinMacs;
-  const int64_t least_tokens = std::max(kLeastTokens, multiple);
+  const int64_t least_tokens = std::max(kLeastTokens, blocking.token_tile);
   const auto found = [&](const ProductCut& cut) {
     const int64_t units = cut.token_blocks * cut.k_parts * s.row_blocks;
     if (rounds(units, threads) * most >= rounds(most, threads) * units) return false;
@@ -94,12 +95,12 @@ ProductCut cut_for(const KernelTable& table, const ProductShape& s, int64_t thre
   };
   ProductCut cut = best;
   for (int64_t n = cut.token_blocks + 1; n <= ceil_div(s.tokens, least_tokens); ++n) {
-    const int64_t tokens = tokens_of_block(s.tokens, n, multiple);
+    const int64_t tokens = tokens_of_block(s.tokens, n, blocking.token_tile);
     if (ceil_div(s.tokens, tokens) != n || !fits(tokens, s.k)) continue;
     cut.token_blocks = n;
     if (found(cut)) return best;
   }
-  const int64_t tokens = tokens_of_block(s.tokens, cut.token_blocks, multiple);
+  const int64_t tokens = tokens_of_block(s.tokens, cut.token_blocks, blocking.token_tile);
   if (!s.splits_k || tokens > kMostPartTokens) return best;
   for (cut.k_parts = 2; cut.k_parts <= kMostParts; ++cut.k_parts) {
     if (!fits(tokens, s.k / cut.k_parts)) break;
@@ -353,29 +354,37 @@ void Product::run_columns(const ColumnsRead& read, int64_t begin, int64_t end) c
   }
 }
 
-// Values of a call stay in L1, or by tables of sums lie behind their scratch.
+// Values of a call stay in L1; those of tables of sums lie behind their scratch, or without scratch
+// are made in pieces.
 void Product::multiply_grouped(const Projection& p, const SumsJob& job, int64_t token) const {
+  constexpr int64_t kPieceTokens = 64;
   alignas(64) float few[kMaxProductSums];
   float* values = few;
   char* scratch = nullptr;
-  int64_t once = job.block_end - job.block_begin;
+  int64_t blocks = job.block_end - job.block_begin, tokens = job.tokens;
   if (blocking_.scratch_bytes != 0) {
     const int64_t count = block_tokens_ * (blocking_.rows + most_block_rows_);
     scratch = static_cast<char*>(thread_scratch(blocking_.scratch_bytes + 4 * count));
-    if (scratch != nullptr) values = reinterpret_cast<float*>(scratch + blocking_.scratch_bytes);
+    if (scratch != nullptr) {
+      values = reinterpret_cast<float*>(scratch + blocking_.scratch_bytes);
+    } else {
+      tokens = kPieceTokens;
+      blocks = kMaxProductSums / (kPieceTokens * p.weight->block_rows);
+    }
   }
-  if (scratch == nullptr) once = kMaxProductSums / (block_tokens_ * p.weight->block_rows);
-  for (int64_t block = job.block_begin; block < job.block_end; block += once) {
-    const int64_t end = std::min(block + once, job.block_end);
-    const GroupsJob part{.block_begin = block,
-                         .block_end = end,
-                         .token = token,
-                         .tokens = job.tokens,
-                         .out = values,
-                         .out_stride = (end - block) * p.weight->block_rows,
-                         .scratch = scratch};
-    multiply_groups(table_, *p.weight, p.groups, x_, part);
-    store_groups(p, part);
+  for (int64_t m = 0; m < job.tokens; m += tokens) {
+    for (int64_t block = job.block_begin; block < job.block_end; block += blocks) {
+      const int64_t end = std::min(block + blocks, job.block_end);
+      const GroupsJob part{.block_begin = block,
+                           .block_end = end,
+                           .token = token + m,
+                           .tokens = std::min(tokens, job.tokens - m),
+                           .out = values,
+                           .out_stride = (end - block) * p.weight->block_rows,
+                           .scratch = scratch};
+      multiply_groups(table_, *p.weight, p.groups, x_, part);
+      store_groups(p, part);
+    }
   }
 }
 

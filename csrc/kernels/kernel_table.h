@@ -63,8 +63,7 @@ struct TileJob {
   // product_blocking asks for tiles of tokens.
   int64_t x_step_stride = 64;
   bool shared_ports = false;  // Tuning::shared_ports; a matter of time, not of sums
-  void* scratch = nullptr;    // ProductBlocking::scratch_bytes, aligned to 64; null: tile_product
-                              // does without
+  void* scratch = nullptr;    // ProductBlocking::scratch_bytes, aligned to 64; null: no tables
 };
 
 // Codes of a token that always lie together.

@@ -74,6 +74,19 @@ inline bool may_use_matrix_unit(const KernelTable& table) {
          (is_emulated(table) || tile_unit_in_order());
 }
 
+// The same kernels, whose tables of sums want more memory than there is.
+inline KernelTable without_scratch(const KernelTable& table) {
+  static const KernelTable* real;
+  real = &table;
+  KernelTable starved = table;
+  starved.table_blocking = [](int64_t tokens, int64_t rows, bool grouped) {
+    ProductBlocking blocking = real->table_blocking(tokens, rows, grouped);
+    if (blocking.scratch_bytes != 0) blocking.scratch_bytes = int64_t{1} << 55;
+    return blocking;
+  };
+  return starved;
+}
+
 // The table that every other one must equal: the last of the list, plain C++.
 inline const KernelTable& scalar_table() { return *all_tables().back(); }
 

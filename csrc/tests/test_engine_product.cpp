@@ -387,6 +387,16 @@ void tables_on_threads(const KernelTable& table) {
   pool_threads = 1;
 }
 
+// Where memory for tables cannot be had: the same results, multiplied.
+TEST(tables_without_memory) {
+  if (kSanitized) return not_here("an allocator that may fail");
+  use_plain_threads();
+  for (const KernelTable* table : tables_under_test()) {
+    const KernelTable starved = without_scratch(*table);
+    tables_on_threads(starved);
+  }
+}
+
 TEST(tables_on_threads) {
   use_plain_threads();
   for (const KernelTable* table : tables_under_test()) tables_on_threads(*table);

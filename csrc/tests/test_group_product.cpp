@@ -311,6 +311,17 @@ TEST(every_size) {
   });
 }
 
+// Where memory for tables of sums cannot be had: the same results, multiplied.
+TEST(without_memory) {
+  if (kSanitized) return not_here("an allocator that may fail");
+  use_plain_threads();
+  for (const KernelTable* table : tables_under_test()) {
+    const KernelTable starved = without_scratch(*table);
+    if (thinning(*table) == 1) check_size(starved, 1100, 72, 140, 128);
+    check_size(starved, 300, 72, 40, 128);
+  }
+}
+
 TEST(worst_cases) {
   for_tables([](const KernelTable& table) {
     for (const int64_t group : {128, 64}) {

@@ -26,6 +26,7 @@ struct Stored {
   bool row_scales = false, bias = false;
   int64_t rows_missing = 0;  // of the last tile
   bool damaged = false;      // sums mean nothing
+  bool scratch = true;       // else there was no memory
 };
 
 class TableTest {
@@ -67,7 +68,7 @@ class TableTest {
                 nullptr,
                 0,
                 0};
-    job.scratch = scratch;
+    job.scratch = as.scratch ? scratch : nullptr;
     EpilogueJob epilogue{.sums = nullptr,
                          .sums_stride = 0,
                          .rows = rows,
@@ -206,6 +207,8 @@ TEST(epilogues) {
         for (const int64_t missing : {0, 1, 15, 17}) {
           Stored as{kind, type, missing % 2 == 1, missing > 1, missing};
           for (const int64_t tokens : {16, 75}) test.run(table, p, tokens, missing % 3, as);
+          as.scratch = false;  // many more sums than have room on the way
+          test.run(table, p, 75, missing % 3, as);
         }
       }
     }

@@ -188,8 +188,7 @@ inline TileFloats fma_floats(TileFloats a, TileFloats b, TileFloats c) {
 }
 inline TileSum times_256(TileSum s) { return _mm512_slli_epi32(s, 8); }
 
-// ---- tables of sums (ternary/tables.inl); YmmTables of ymm_int.h says what each is
-// ---------------------------
+// ---- tables of sums (ternary/tables.inl; YmmTables of ymm_int.h says what each is) --------------
 
 struct SumTables {
   static constexpr bool kHere = true;

@@ -113,14 +113,11 @@ inline void tiles_in_pieces(const TileJob& job, const EpilogueJob& epilogue, int
 template <class U, class D>
 void tables_then_pieces(const TileJob& job, const EpilogueJob& epilogue) {
   const int64_t tile_rows = D::kFields * kTileLanes;
-  int64_t done = 0;
-  if (job.scratch != nullptr && job.tile_count * tile_rows >= U::kFromRows / 2) {
-    done = table_tokens<U>(job.tokens);
-    for_table_tokens<U>(
-        {job.tiles, job.k_steps * kStepBytes, job.tile_count, job.k_steps, job.x, job.x_stride, 0,
-         done, job.scratch},
-        [&](const TableInput& in) { table_blocks<U, D>(in, WholeSums<U>{epilogue, job.k_steps}); });
-  }
+  const int64_t done = table_tokens<U>(job.tokens, job.tile_count * tile_rows, job.scratch);
+  for_table_tokens<U>(
+      {job.tiles, job.k_steps * kStepBytes, job.tile_count, job.k_steps, job.x, job.x_stride, 0,
+       done, job.scratch},
+      [&](const TableInput& in) { table_blocks<U, D>(in, WholeSums<U>{epilogue, job.k_steps}); });
   if (done < job.tokens) tiles_in_pieces(job, epilogue, done, tile_rows);
 }
 
@@ -129,9 +126,11 @@ void tile_product(const TileJob& job, const EpilogueJob& epilogue) {
     if (takes_matrix<MatrixUnit>(job)) return tiles_matrix<MatrixUnit>(job, &epilogue);
   }
   if constexpr (kTablesHere) {
-    if (job.scratch != nullptr || job.tokens * job.tile_count > kMaxProductSums / 80) {
-      if (job.format == layout::WeightFormat::kBase3)
-        return tables_then_pieces<SumTables, Base3Lines<Base3Digits>>(job, epilogue);
+    const bool base3 = job.format == layout::WeightFormat::kBase3;
+    const int64_t sums = job.tokens * job.tile_count * (base3 ? 5 : 4) * kTileLanes;
+    // a call cut for tables has no room for its sums, whether there is scratch or not
+    if (job.scratch != nullptr || sums > kMaxProductSums) {
+      if (base3) return tables_then_pieces<SumTables, Base3Lines<Base3Digits>>(job, epilogue);
       return tables_then_pieces<SumTables, TwoBitLines<SumTables>>(job, epilogue);
     }
   }

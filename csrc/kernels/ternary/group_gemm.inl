@@ -280,7 +280,9 @@ void group_gemm_as(const GroupJob& job) {
 // By tables of sums, as far as tokens fill their blocks; returns how many.
 template <class U, class S>
 int64_t group_tables(const GroupJob& job) {
-  const int64_t tokens = table_tokens<U>(job.tokens);
+  const int64_t fields = job.format == layout::WeightFormat::kBase3 ? 5 : 4;
+  const int64_t tokens =
+      table_tokens<U>(job.tokens, job.tile_count * fields * kTileLanes, job.scratch);
   const TableInput all{job.tiles, job.tile_stride, job.tile_count, job.k_steps, job.x, job.x_stride,
                        0,         tokens,          job.scratch};
   for_table_tokens<U>(all, [&](const TableInput& in) {
@@ -296,7 +298,7 @@ int64_t group_tables(const GroupJob& job) {
 void group_gemm(const GroupJob& whole) {
   GroupJob job = whole;
   if constexpr (kTablesHere) {
-    if (job.scratch != nullptr && job.planes == 1 && !job.add) {
+    if (job.planes == 1 && !job.add) {
       const bool half = job.scale_type == DType::kF16;
       const int64_t done =
           half ? group_tables<SumTables, uint16_t>(job) : group_tables<SumTables, float>(job);

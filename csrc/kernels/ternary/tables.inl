@@ -9,7 +9,7 @@
 // Sums are 16 bits until the activations since the last time could overflow them, then they are
 // added to sums of 32 bits. All of it is exact, so results equal those of a product.
 
-constexpr int64_t kTableInputs = 4, kTableSums = 81;
+constexpr int64_t kTableSums = 81;
 constexpr int64_t kTableSpanK = 64;        // whose lines are computed at once: a k-step multiple
 constexpr int kTablesAtOnce = 8;           // tables that a row adds together: 32 k
 constexpr int64_t kTableBlocks = 4;        // blocks of tokens that share the lines of rows
@@ -334,9 +334,11 @@ struct GroupSums {
 
 // ---- how much of a job --------------------------------------------------------------------------
 
-// Tokens that fill blocks well enough, from the first on.
+// Tokens of a call that are made by tables, from the first on: those that fill blocks well enough,
+// if it has half of the rows for which a product takes tables, as the end of a claim may leave.
 template <class U>
-inline int64_t table_tokens(int64_t tokens) {
+inline int64_t table_tokens(int64_t tokens, int64_t rows, const void* scratch) {
+  if (scratch == nullptr || rows < U::kFromRows / 2) return 0;
   const int64_t rest = tokens % U::kTokens;
   return rest < U::kRestFrom ? tokens - rest : tokens;
 }
