@@ -47,6 +47,8 @@ void AttentionPlan::build(const AttentionShape& shape, const Sequences& sequence
   shape_ = shape;
   sequences_ = sequences;
   rows_per_token_ = shape.heads / shape.kv_heads;
+  const auto block_size = static_cast<uint64_t>(shape.pool.block_size);
+  block_bits_ = std::has_single_bit(block_size) ? std::countr_zero(block_size) : -1;
   const bool pairs = shape.pool.type == DType::kBF16;
   pair_unit_ = pairs && tuning().fast_pairs && pair_unit_in_order();
   matrix_unit_ = pairs && tile_unit_in_order();
@@ -272,9 +274,18 @@ void AttentionPlan::store_out(const KernelTable& table, const AttentionBuffers& 
   }
 }
 
+// A chunk asks for several places, and a division takes as long as ten other instructions.
+AttentionPlan::Place AttentionPlan::place_of(const Group& group, int64_t position) const {
+  const int64_t* blocks = sequences_.blocks(group.sequence);
+  const int64_t block_size = shape_.pool.block_size;
+  if (block_bits_ >= 0) return {blocks[position >> block_bits_], position & (block_size - 1)};
+  return {blocks[position / block_size], position % block_size};
+}
+
 bool AttentionPlan::lies_in_place(int64_t begin, int64_t positions) const {
   const int64_t block_size = shape_.pool.block_size;
-  return evenly_strided_ && begin % block_size + positions <= block_size;
+  const int64_t first = block_bits_ >= 0 ? begin & (block_size - 1) : begin % block_size;
+  return evenly_strided_ && first + positions <= block_size;
 }
 
 // A hint for prefetching: rows that have to be put together first are fetched by that copy.
@@ -283,8 +294,8 @@ const void* AttentionPlan::keys_in_place(const CachePool& pool, const Next& next
   if (next.group == nullptr || !lies_in_place(begin, positions_of(*next.group, next.piece))) {
     return nullptr;
   }
-  const int64_t block = sequences_.blocks(next.group->sequence)[begin / pool.block_size];
-  return pool.keys.at(block, begin % pool.block_size, next.group->kv_head);
+  const Place at = place_of(*next.group, begin);
+  return pool.keys.at(at.block, at.position, next.group->kv_head);
 }
 
 int64_t AttentionPlan::positions_of(const Group& group, const Piece& piece) const {
@@ -294,26 +305,44 @@ int64_t AttentionPlan::positions_of(const Group& group, const Piece& piece) cons
 }
 
 // Those behind the last position stay null, and so do those that the group sees nothing of.
-void AttentionPlan::find_panels(const CachePool& pool, const PoolView& view, const Group& group,
-                                const Piece& piece, const void* (&panels)[kChunkPanels]) const {
-  const int64_t* blocks = sequences_.blocks(group.sequence);
+void AttentionPlan::find_panels(const CachePool& pool, const Group& group, const Piece& piece,
+                                Panels& keys, Panels& values) const {
   const int64_t begin = piece.begin(), positions = positions_of(group, piece);
-  for (int64_t i = hidden_in(group, piece) / kPanelPositions; i * kPanelPositions < positions;
-       ++i) {
-    const int64_t at = begin + i * kPanelPositions;
-    panels[i] = view.at(blocks[at / pool.block_size], at % pool.block_size, group.kv_head);
+  Place at{};
+  for (int64_t i = hidden_in(group, piece) / kPanelPositions, first = i;
+       i * kPanelPositions < positions; ++i) {
+    at.position += kPanelPositions;
+    if (i == first || at.position == pool.block_size) {
+      at = place_of(group, begin + i * kPanelPositions);
+    }
+    keys[i] = pool.keys.at(at.block, at.position, group.kv_head);
+    values[i] = pool.values.at(at.block, at.position, group.kv_head);
   }
+}
+
+Int8Attention AttentionPlan::int8_of(const CachePool& pool, const Query& query,
+                                     const ChunkRows& rows, const Next& next) const {
+  if (!pool.scaled()) return {};
+  Int8Attention taken{query.wide, query.scale, rows.key_scale, rows.value_scale};
+  if (next.group != nullptr && !gathers_) {
+    const auto [block, position] = place_of(*next.group, next.piece.begin());
+    const auto scales = [&, at = block, first = position](const PoolView& view) {
+      return reinterpret_cast<const float*>(view.at(at, first, next.group->kv_head));
+    };
+    taken.next_key_scale = scales(pool.key_scales);
+    taken.next_value_scale = scales(pool.value_scales);
+  }
+  return taken;
 }
 
 // The rows where they are if they follow each other at equal distances, else copies in `memory`.
 AttentionPlan::ChunkRows AttentionPlan::rows_of_piece(const CachePool& pool, const Group& group,
                                                       const Piece& piece, float* memory) const {
   const int64_t begin = piece.begin(), positions = positions_of(group, piece);
-  const int64_t* blocks = sequences_.blocks(group.sequence);
   const int64_t head = group.kv_head, row_bytes = pool.row_bytes();
   const auto floats = [](const char* p) { return reinterpret_cast<const float*>(p); };
   if (lies_in_place(begin, positions)) {
-    const int64_t block = blocks[begin / pool.block_size], first = begin % pool.block_size;
+    const auto [block, first] = place_of(group, begin);
     return {pool.keys.at(block, first, head), pool.values.at(block, first, head),
             pool.keys.position_bytes,
             pool.scaled() ? floats(pool.key_scales.at(block, first, head)) : nullptr,
@@ -325,8 +354,7 @@ AttentionPlan::ChunkRows AttentionPlan::rows_of_piece(const CachePool& pool, con
   char* values = keys + 4 * attention_padded((kAttentionChunk * row_bytes + 3) / 4);
   const bool rows = !pool.in_panels();
   for (int64_t i = hidden_in(group, piece); i < positions && (rows || pool.scaled()); ++i) {
-    const int64_t block = blocks[(begin + i) / pool.block_size];
-    const int64_t at = (begin + i) % pool.block_size;
+    const auto [block, at] = place_of(group, begin + i);
     if (rows) {
       std::memcpy(keys + i * row_bytes, pool.keys.at(block, at, head),
                   static_cast<size_t>(row_bytes));
@@ -393,7 +421,6 @@ void AttentionPlan::attend(const KernelTable& table, const AttentionBuffers& buf
   }
   const int64_t positions = positions_of(group, piece);
   const ChunkRows rows = rows_of_piece(buffers.pool, group, piece, gathered_at(own));
-  const bool int8 = shape_.pool.scaled();
   AttentionChunk chunk = {
       .query = read.rows,
       .rows = count,
@@ -406,21 +433,18 @@ void AttentionPlan::attend(const KernelTable& table, const AttentionBuffers& buf
       .positions = positions,
       .first_visible = group.position + 1 + first / rows_per_token_ - begin,
       .scale = shape_.scale,
-      .next = keys_in_place(buffers.pool, next),
+      .next = shape_.pool.in_panels() ? nullptr : keys_in_place(buffers.pool, next),
       .pair_unit = pair_unit_,
       .matrix_unit = matrix_unit_,
-      .int8 = int8 ? Int8Attention{read.wide, read.scale, rows.key_scale, rows.value_scale}
-                   : Int8Attention{},
+      .int8 = int8_of(buffers.pool, read, rows, next),
       .layout = shape_.pool.layout,
   };
   if (piece.kind == Piece::kWindow) chunk.first_hidden = chunk.first_visible - shape_.policy.window;
   if (shape_.pool.in_panels()) {
     const CachePool& pool = buffers.pool;
-    find_panels(pool, pool.keys, group, piece, chunk.panels.keys);
-    find_panels(pool, pool.values, group, piece, chunk.panels.values);
+    find_panels(pool, group, piece, chunk.panels.keys, chunk.panels.values);
     if (next.group != nullptr) {
-      find_panels(pool, pool.keys, *next.group, next.piece, chunk.panels.next_keys);
-      find_panels(pool, pool.values, *next.group, next.piece, chunk.panels.next_values);
+      find_panels(pool, *next.group, next.piece, chunk.panels.next_keys, chunk.panels.next_values);
     }
   }
   if (!reads_by_token(group)) states += first * state_floats();

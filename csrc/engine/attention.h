@@ -160,6 +160,11 @@ class AttentionPlan {
 
   void load_query(const KernelTable& table, const AttentionBuffers& buffers, const Group& group,
                   const Query& query, float* row) const;
+  // Where a position of a sequence lies in the pool.
+  struct Place {
+    int64_t block, position;
+  };
+  Place place_of(const Group& group, int64_t position) const;
   // Whether the kernels can read a chunk's rows in place; the keys of such a chunk, else null.
   bool lies_in_place(int64_t begin, int64_t positions) const;
   const void* keys_in_place(const CachePool& pool, const Next& next) const;
@@ -173,8 +178,12 @@ class AttentionPlan {
     return pieces_[static_cast<size_t>(group.first_piece + i)];
   }
   int64_t positions_of(const Group& group, const Piece& piece) const;
-  void find_panels(const CachePool& pool, const PoolView& view, const Group& group,
-                   const Piece& piece, const void* (&panels)[kChunkPanels]) const;
+  using Panels = const void* [kChunkPanels];
+  void find_panels(const CachePool& pool, const Group& group, const Piece& piece, Panels& keys,
+                   Panels& values) const;
+  // What the kernel takes of an int8 cache.
+  Int8Attention int8_of(const CachePool& pool, const Query& query, const ChunkRows& rows,
+                        const Next& next) const;
   void attend(const KernelTable& table, const AttentionBuffers& buffers, const Group& group,
               const Piece& piece, const Next& next, const Query& query, float* own,
               float* states) const;
@@ -210,6 +219,7 @@ class AttentionPlan {
   bool reads_by_token_ = false;                 // some group does
   std::vector<Task> tasks_;
   int64_t rows_per_token_ = 1, block_tokens_ = 1, most_rows_ = 0;
+  int block_bits_ = -1;  // the pool's block_size is 2^block_bits_; below 0: no power of two
   bool pair_unit_ = false, matrix_unit_ = false;  // of every AttentionChunk
   int64_t split_groups_ = 0, split_tasks_ = 0, states_floats_ = 0;
   bool evenly_strided_ = true;  // rows and scales have the strides that the kernels take

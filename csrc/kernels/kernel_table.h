@@ -202,6 +202,8 @@ struct Int8Attention {
   const float* query_scale;  // [rows], what it returned
   const float* key_scale;    // [positions]
   const float* value_scale;  // [positions]
+  // Those that this thread reads next, a hint; null where none.
+  const float *next_key_scale = nullptr, *next_value_scale = nullptr;
 };
 
 // How the keys and values of a head's positions lie.  kRows: a row of dim elements for each.

@@ -26,15 +26,34 @@ void attend_chunk(const AttentionChunk& chunk, float* scratch, float* states) {
   }
 }
 
+// What the states of up to eight rows before a chunk, and those of the chunk, are multiplied by.
+struct MergeFactors {
+  alignas(64) float of[16];  // keep of row r at r, take at 8 + r
+};
+
+[[gnu::always_inline]] inline MergeFactors merge_factors(int64_t rows, int64_t stride,
+                                                         const float* before, const float* now) {
+  MergeFactors factors = {};
+  for (int64_t r = 0; r < rows; ++r, before += stride, now += stride) {
+    const float top = *before > *now ? *before : *now;
+    const float shift = top == -__builtin_inff() ? 0.0f : top;
+    factors.of[r] = *before - shift;
+    factors.of[8 + r] = *now - shift;
+  }
+  store_n(factors.of, exp_f32(load_n(factors.of, 16)), 16);
+  return factors;
+}
+
 void merge_attention(int64_t rows, int64_t dim, const float* later, float* states) {
   const int64_t padded = attention_padded(dim), stride = attention_state_floats(dim);
+  MergeFactors factors;
   for (int64_t r = 0; r < rows; ++r, later += stride, states += stride) {
+    if (r % 8 == 0)
+      factors = merge_factors(rows - r < 8 ? rows - r : 8, stride, states + padded, later + padded);
+    const F32x16 keep = set1(factors.of[r % 8]), take = set1(factors.of[8 + r % 8]);
     const float before = states[padded], now = later[padded];
-    const float top = before > now ? before : now;
-    const float shift = top == -__builtin_inff() ? 0.0f : top;
-    const F32x16 keep = exp_f32(set1(before - shift)), take = exp_f32(set1(now - shift));
     const F32x16 sum = mul(set1(states[padded + 1]), keep);
-    states[padded] = top;
+    states[padded] = before > now ? before : now;
     store_n(states + padded + 1, fma(set1(later[padded + 1]), take, sum), 1);
     for (int64_t i = 0; i < padded; i += 16) {
       const F32x16 kept = mul(load_n(states + i, 16), keep);

@@ -32,14 +32,23 @@ template <class Unit, int R, int J>
   }
 }
 
+// sums[i] += first[i] + second[i] in registers.
+template <int N>
+[[gnu::always_inline]] inline void keep_chains(const F32x16 (&first)[N], const F32x16 (&second)[N],
+                                               F32x16 (&sums)[N]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) sums[i] = add(sums[i], add(first[i], second[i]));
+}
+
 // Scores of R queries and J panels by the unit, whose words meet those of the keys: `groups` whole
 // groups of elements.
 template <class Unit, int R, int J>
 [[gnu::noinline]] void unit_scores(const float* words, int64_t words_stride, PairKeys keys,
                                    int64_t groups, float scale, PairKeys hints, float* scores) {
   constexpr int64_t kPairs = kPairGroup / 2;
-  alignas(64) float sums[R * J * 16];
-  for (int i = 0; i < R * J; ++i) store_n(sums + 16 * i, zero(), 16);
+  F32x16 sums[R * J];
+  clear(sums);
+#pragma GCC unroll 1
   for (int64_t k = 0; k < groups * kPairs; k += kPairs) {
     F32x16 even[R * J], odd[R * J];
     clear(even), clear(odd);
@@ -54,9 +63,31 @@ template <class Unit, int R, int J>
       }
       unit_step<Unit, R, J>(words + i, words_stride, key, even, odd);
     }
-    add_chains(even, odd, sums);
+    keep_chains(even, odd, sums);
   }
-  store_scores<R, J>(sums, scale, scores);
+#pragma GCC unroll 16
+  for (int i = 0; i < R * J; ++i) {
+    store_n(scores + i / J * kAttentionChunk + 16 * (i % J), mul(set1(scale), sums[i]), 16);
+  }
+}
+
+// One group of kPairGroup positions from j on, which all rows see: weights of R rows times B steps.
+template <class Unit, int R, int B, class Values>
+[[gnu::always_inline]] inline void unit_group(const float* words, const Values& values,
+                                              int64_t step, int64_t j, F32x16 (&sums)[R * B]) {
+  F32x16 even[R * B], odd[R * B];
+  clear(even), clear(odd);
+#pragma GCC unroll 1
+  for (int64_t p = j / 2; p < (j + kPairGroup) / 2; p += kPanelPositions / 2) {
+    auto from = values.fours(p, step);
+#pragma GCC unroll 1
+    for (int64_t i = p; i < p + kPanelPositions / 2; i += 2) {
+      typename Unit::Chains value[B];
+      values.template take<Unit, B>(from, value);
+      unit_step<Unit, R, B>(words + i, kAttentionChunk / 2, value, even, odd);
+    }
+  }
+  keep_chains(even, odd, sums);
 }
 
 // weigh_pairs, of whole groups by the unit: words of the weights meet those of the values.
@@ -64,6 +95,19 @@ template <class Unit, int R, int B, class Values>
 [[gnu::noinline]] void unit_weighs(const float* weights, const float* words, Values values,
                                    int64_t step, int64_t begin, int64_t count, float* out,
                                    int64_t out_stride) {
+  if (begin == 0 && count == kAttentionChunk) {
+    F32x16 sums[R * B];
+    clear(sums);
+#pragma GCC unroll 1
+    for (int64_t j = 0; j < kAttentionChunk; j += kPairGroup) {
+      unit_group<Unit, R, B>(words, values, step, j, sums);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < R * B; ++i) {
+      store_n(out + i / B * out_stride + 16 * (step + i % B), Values::in_order(sums[i]), 16);
+    }
+    return;
+  }
   alignas(64) float sums[R * B * 16];
   for (int i = 0; i < R * B; ++i) store_n(sums + 16 * i, zero(), 16);
   for (int64_t j = begin / kPairGroup * kPairGroup; j < count; j += kPairGroup) {
@@ -71,18 +115,12 @@ template <class Unit, int R, int B, class Values>
       weigh_group<R, B>(weights, values, step, j, begin, count, sums);
       continue;
     }
-    F32x16 even[R * B], odd[R * B];
-    clear(even), clear(odd);
-    for (int64_t p = j / 2; p < (j + kPairGroup) / 2; p += kPanelPositions / 2) {
-      auto from = values.fours(p, step);
-#pragma GCC unroll 1
-      for (int64_t i = p; i < p + kPanelPositions / 2; i += 2) {
-        typename Unit::Chains value[B];
-        values.template take<Unit, B>(from, value);
-        unit_step<Unit, R, B>(words + i, kAttentionChunk / 2, value, even, odd);
-      }
-    }
-    add_chains(even, odd, sums);
+    F32x16 group[R * B];
+#pragma GCC unroll 16
+    for (int i = 0; i < R * B; ++i) group[i] = load_n(sums + 16 * i, 16);
+    unit_group<Unit, R, B>(words, values, step, j, group);
+#pragma GCC unroll 16
+    for (int i = 0; i < R * B; ++i) store_n(sums + 16 * i, group[i], 16);
   }
   store_sums<R, B, Values>(sums, step, out, out_stride);
 }

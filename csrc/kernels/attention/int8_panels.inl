@@ -30,9 +30,16 @@ int32_t quad_factors(const int16_t* x, int64_t n, int32_t* words) {
       sum += x[i];  // 512 * 32512 * kQuadOffset < 2^31
     }
   } else {
-    auto* even = reinterpret_cast<int16_t*>(words);
-    int16_t* odd = even + n / 2;
-    for (int64_t i = 0; i < n; i += 2) even[i / 2] = x[i], odd[i / 2] = x[i + 1];
+    // By whole words, which compilers do with vectors.
+    int32_t* odd = words + n / 4;
+    for (int64_t i = 0; i < n / 4; ++i) {
+      uint64_t four;
+      __builtin_memcpy(&four, x + 4 * i, sizeof four);
+      const auto low = static_cast<uint32_t>(four), middle = static_cast<uint32_t>(four >> 16);
+      const auto high = static_cast<uint32_t>(four >> 32);
+      words[i] = static_cast<int32_t>((low & 0xffffu) | (middle & 0xffff0000u));
+      odd[i] = static_cast<int32_t>((middle & 0xffffu) | (high & 0xffff0000u));
+    }
   }
   return sum * kQuadOffset;
 }
@@ -175,11 +182,7 @@ void attend_int8_panels(const AttentionChunk& c, float* states) {
     panels.next_keys[i] = ask_first(c.panels.next_keys[i], panels.values[i]);
     panels.next_values[i] = ask_first(c.panels.next_values[i], panels.values[i]);
   }
-  // The scales of the next chunk lie behind this one's, or are put together elsewhere.
-  for (int64_t i = 0; c.panels.next_keys[0] != nullptr && i < kAttentionChunk; i += 16) {
-    prefetch_l2(c.int8.key_scale + kAttentionChunk + i);
-    prefetch_l2(c.int8.value_scale + kAttentionChunk + i);
-  }
+  ask_for_scales(c.int8);
   attend_in_groups(0, c.rows, [&]<int R>(int64_t row) {
     attend_quad_rows<R>(c, panels, row, states);
     panels.ask_no_more();

@@ -230,6 +230,14 @@ void sum_rows(const AttentionChunk& c, const int16_t* weights, const float* fact
   }
 }
 
+inline void ask_for_scales(const Int8Attention& cache) {
+  if (cache.next_key_scale == nullptr) return;
+  for (int64_t i = 0; i < kAttentionChunk; i += 16) {
+    prefetch_l2(cache.next_key_scale + i);
+    prefetch_l2(cache.next_value_scale + i);
+  }
+}
+
 // R rows from `row` on.
 template <int R>
 void attend_int8_group(const AttentionChunk& c, int64_t row, float* states) {
@@ -239,11 +247,7 @@ void attend_int8_group(const AttentionChunk& c, int64_t row, float* states) {
   alignas(64) int16_t weights[R * kAttentionChunk];
   float factors[R];
   const int64_t from = positions_hidden(c, row), most = positions_seen(c, row + R - 1);
-  // The scales of the next chunk lie behind this one's but for the last chunk of a head.
-  for (int64_t i = 0; row == 0 && c.next != nullptr && i < kAttentionChunk; i += 16) {
-    prefetch_l2(c.int8.key_scale + kAttentionChunk + i);
-    prefetch_l2(c.int8.value_scale + kAttentionChunk + i);
-  }
+  if (row == 0) ask_for_scales(c.int8);
   dot_rows<R>(c, c.int8.query + row * wide_padded(c.dim), from, most, row == 0, dots);
   weigh_positions<R>(c, row, dots, weights, factors, state + padded, stride);
   sum_rows<R>(c, weights, factors, from, most, row == 0, state, stride);

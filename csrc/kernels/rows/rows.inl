@@ -246,7 +246,9 @@ inline ExpParts exp_parts(F32x16 x) {
 
 // e^x within 1 ulp.  Clamped to [-87, 89]: at the low end 2^n stays a normal number, from 88.4 on
 // it is 2^128, infinity, so that silu of any large negative number is zero.  A NaN passes through.
-F32x16 exp_f32(F32x16 x) {
+// In place: a call passes vectors through memory where they are two registers, and takes as long as
+// the arithmetic.
+[[gnu::always_inline]] inline F32x16 exp_f32(F32x16 x) {
   const ExpParts e = exp_parts(min(set1(89.0f), max(set1(-87.0f), x)));
   return mul(e.fraction, pow2(e.n));
 }
