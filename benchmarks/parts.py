@@ -25,6 +25,7 @@ from bitnet_ops.models.step_batch import SequenceStep, StepBatch
 from bitnet_ops.nn.kv_cache import KVCache
 
 Call = Callable[[], object]
+EMPTY_CALLS = 30  # in a row, as a step makes 200 and more
 PARTS = ("qkv", "attention", "o", "gate/up", "down", "head")
 
 
@@ -98,13 +99,18 @@ def _head_call(model: BenchModel, batch: int) -> Call:
     return lambda: ops.lm_head(x, weight, scale, shape)
 
 
-def empty_region() -> Timed:
-    """A call of an op and a parallel region, with next to no work in either."""
+def empty_regions() -> Timed:
+    """EMPTY_CALLS calls of an op and a parallel region, with next to no work in any.
+
+    Many, as a step has: one call alone, after a step has driven Python and torch out of all caches,
+    takes ten times as long.
+    """
     op, region = empty_call().call, _runtime.probe_int8_peak
 
     def call(i: int) -> None:
-        op(i)
-        region(0)
+        for _ in range(EMPTY_CALLS):
+            op(i)
+            region(0)
 
     return Timed(call)
 
@@ -123,14 +129,14 @@ def _parts_once(bench: ModelBench, limits: MachineLimits, context: int) -> Row:
     use_threads(limits.threads)
     parts = part_runs(bench.model, 1, context)
     read, read_bytes = read_run(bench, limits)
-    runs = [bench.model.decode_run(1, context, DECODED), read, empty_region()]
+    runs = [bench.model.decode_run(1, context, DECODED), read, empty_regions()]
     runs += [parts[p][0] for p in PARTS]
     quick = bench.settings.quick
     rounds = interleave(runs, Budget(0.2, 3) if quick else Budget(2.0, 15), probe=limits.peak.speed)
     step_s, read_s, empty_s, *part_s = rounds.usable()
     # The usual call: with the shortest one the parts would keep a piece of every call, and the 180
     # of a step would come to more than the step. Rounds in which threads waited are left out.
-    empty = summarize(empty_s).median
+    empty = summarize(empty_s).median / EMPTY_CALLS
     medians = {p: summarize(s).median for p, s in zip(PARTS, part_s, strict=True)}
     net = {p: max(0.0, s - parts[p][1] * empty) for p, s in medians.items()}
     step = summarize(step_s).median

@@ -160,6 +160,7 @@ PYBIND11_MODULE(_runtime, m) {
         py::dict row;
         row["cpu"] = bitnet::tuning().cpu;
         row["prefetch_bytes"] = bitnet::tuning().prefetch_bytes;
+        row["head_bytes"] = bitnet::tuning().head_bytes;
         row["head_into_l2"] = bitnet::tuning().head_into_l2;
         row["sum_tables"] = bitnet::tuning().sum_tables;
         return row;

@@ -49,7 +49,7 @@ void override_by(const char* text, Tuning& row) {
   const std::string level = end;
   const bool known = level.empty() || level == ":L1" || level == ":L2";
   if (end == text || !known || value < 0 || value > 65536) reject(text);
-  row.prefetch_bytes = value;
+  row.prefetch_bytes = row.head_bytes = value;
   if (!level.empty()) row.head_into_l2 = level == ":L2";
 }
 
@@ -62,17 +62,18 @@ bool as_flag(const std::string& text) {
 Tuning choose() {
   constexpr unsigned kZen3 = 0x19, kZen5 = 0x1a;  // the family of Zen 4 is that of Zen 3
   const Cpu cpu = this_cpu();
-  Tuning row{"unknown", 2048, false, true, false, false};
+  Tuning row{"unknown", 2048, 2048, false, true, false, false};
   if (cpu.vendor == "AuthenticAMD") {
     const bool newer = cpu.family >= kZen5;
     row = {newer ? "AMD Zen 5 and later" : "AMD up to Zen 4",
            6144,
+           newer ? 6144 : 512,
            !newer,
            false,
            true,
            cpu.family == kZen3};
   }
-  if (cpu.vendor == "GenuineIntel") row = {"Intel", 2048, false, true, false, false};
+  if (cpu.vendor == "GenuineIntel") row = {"Intel", 2048, 2048, false, true, false, false};
   if (const char* wanted = std::getenv("BITNET_OPS_PREFETCH"); wanted != nullptr && *wanted != 0) {
     override_by(wanted, row);
   }

@@ -9,8 +9,10 @@ namespace bitnet {
 struct Tuning {
   const char* cpu;         // name of the row, shown by `bitnet-ops doctor`
   int64_t prefetch_bytes;  // distance ahead of a weight stream
-  // Whether heads are prefetched into L2. A core can have few loads into L1 under way at once (24
-  // on Zen 3 and 4) and more into L2, and a head does little work for each line.
+  // Likewise of a head, and whether into L2. A head is read in several streams and does little work
+  // for each line: the hardware's own prefetcher is faster than a core's few loads into L1 (24
+  // under way at once on Zen 3 and 4), and only has to be told where a stream goes on.
+  int64_t head_bytes;
   bool head_into_l2;
   // 512-bit vectors have two ports for all instructions, so decoding a weight delays products.
   bool shared_ports;

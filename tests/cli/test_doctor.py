@@ -52,6 +52,7 @@ def test_json_has_every_field(facts: dict[str, Any]) -> None:
             "tile_lanes",
             "cpu",
             "prefetch_bytes",
+            "head_bytes",
             "head_into_l2",
             "sum_tables",
             "error",

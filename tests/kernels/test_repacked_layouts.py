@@ -153,7 +153,7 @@ def test_an_ill_set_prefetch_distance_is_one_clear_error(tmp_path: Path) -> None
 
     program = "import bitnet_ops; print(bitnet_ops._runtime.tuning())"
     for value, good in (
-        ("4096", {"prefetch_bytes": 4096}),
+        ("4096", {"prefetch_bytes": 4096, "head_bytes": 4096}),
         ("4096:L1", {"prefetch_bytes": 4096, "head_into_l2": False}),
         ("4096:L2", {"prefetch_bytes": 4096, "head_into_l2": True}),
         *((bad, None) for bad in ("-1", "far", "65537", "4096:L3", "4096:", ":L2", "4096 ")),

@@ -11,7 +11,7 @@ namespace {
 
 // ---- heads --------------------------------------------------------------------------------------
 
-constexpr int kHeadStreams = 1;
+constexpr int kHeadStreams = 4;
 constexpr int kHead4Streams = 1;
 constexpr int kHeadPairRows = 4;  // rows of a dense tile at two tokens
 
@@ -26,7 +26,7 @@ inline int64_t head_distance(int64_t tuned) { return tuned; }
 // Overflow bound: layout::kHeadMaxK.
 constexpr int64_t kHead8Step = 64;
 constexpr int64_t kHead8FlushSteps = int64_t{1} << 20;
-constexpr int kHead8Unroll = 4;
+constexpr int kHead8Unroll = 2;
 constexpr int kHead8Rows = 2;
 constexpr int kHead8Tokens = 4;
 constexpr int64_t kHead8Offset = 128;

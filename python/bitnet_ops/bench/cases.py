@@ -45,6 +45,8 @@ class Case:
     macs: multiply-adds of one call; `integer`: they are int8 and have the int8 peak as a limit.
     baselines: name -> the same work by torch alone.
     format: of the weights that are read, where the op has more than one.
+    call: the op with next to no work, so that its time is that of Python, torch and the arguments;
+        None: a call of another op stands for it.
     dtype: of the activations that go in.
     """
 
@@ -59,6 +61,7 @@ class Case:
     baselines: dict[str, Timed] = field(default_factory=dict)
     format: str = "-"
     dtype: str = "bfloat16"
+    call: Callable[[], object] | None = None
 
     @property
     def memory(self) -> str:
@@ -123,13 +126,16 @@ def _product_case(
     n: int,
     k: int,
     x: Tensor,
-    op: Callable[..., Tensor],
+    op: Callable[[Tensor, Tensor, tuple[int, int]], Tensor],
     *,
     hot: bool,
     weight_format: str,
 ) -> Case:
-    """A case of `op(weight, x)` on a ternary matrix."""
+    """A case of `op(weight, x, (n, k))` on a ternary matrix."""
     m = x.shape[0]
+    least = 32, 128
+    small = pack_ternary(torch.zeros(least, dtype=torch.int8)).repack(weight_format).weight
+    small_x = x[:, : least[1]].contiguous()
     matrices, size = ws.matrices(n, k, weight_format, hot=hot)
     dense, _ = ws.dense.tensors([(n, k)], torch.bfloat16)
     floating = x if x.is_floating_point() else torch.randn(x.shape, generator=ws.generator)
@@ -140,12 +146,12 @@ def _product_case(
         codes = torch.randint(-1, 2, (n, k), dtype=torch.int8, generator=ws.generator)
         packed = pack_ternary(codes)
         with scalar_on_one_thread():
-            expected = op(packed.weight, x[some_tokens(m)])
+            expected = op(packed.weight, x[some_tokens(m)], (n, k))
         return packed.repack(weight_format).weight, expected
 
     def check() -> bool:
         weight, expected = reference()
-        return torch.equal(op(weight, x)[some_tokens(m)], expected)
+        return torch.equal(op(weight, x, (n, k))[some_tokens(m)], expected)
 
     baseline = baseline_cycle(lambda weight: F.linear(x_bf16, weight), dense, hot=hot)
     return Case(
@@ -155,11 +161,12 @@ def _product_case(
         bytes=size,
         macs=m * n * k,
         integer=True,
-        run=cycle(lambda weight: op(weight, x), matrices, hot=hot),
+        run=cycle(lambda weight: op(weight, x, (n, k)), matrices, hot=hot),
         read=read_limit(ws.ternary, size, hot=hot),
         check=check,
         baselines={"torch_bf16": baseline} if len(dense) > 1 and m <= _BASELINE_TOKENS else {},
         format=weight_format,
+        call=lambda: op(small, small_x, least),
     )
 
 
@@ -168,11 +175,11 @@ def matmul_case(ws: Workspace, n: int, k: int, m: int, *, hot: bool, weight_form
     x = torch.randint(-127, 128, (m, k), dtype=torch.int8, generator=ws.generator)
     x_scale, scale = torch.full((m,), 0.01), torch.tensor([0.5])
 
-    def gemv(weight: Tensor, x: Tensor) -> Tensor:
-        return ops.gemv(weight, x[0], x_scale, scale, (n, k))[None]
+    def gemv(weight: Tensor, x: Tensor, size: tuple[int, int]) -> Tensor:
+        return ops.gemv(weight, x[0], x_scale, scale, size)[None]
 
-    def gemm(weight: Tensor, x: Tensor) -> Tensor:
-        return ops.gemm(weight, x, x_scale[: len(x)], scale, (n, k))
+    def gemm(weight: Tensor, x: Tensor, size: tuple[int, int]) -> Tensor:
+        return ops.gemm(weight, x, x_scale[: len(x)], scale, size)
 
     name, op = ("gemv", gemv) if m == 1 else ("gemm", gemm)
     return _product_case(ws, name, n, k, x, op, hot=hot, weight_format=weight_format)
@@ -182,8 +189,8 @@ def linear_case(ws: Workspace, n: int, k: int, m: int, *, hot: bool, weight_form
     """linear: quantisation, product and scales in one call, bfloat16 in and out."""
     x, scale = torch.randn(m, k, generator=ws.generator).bfloat16(), torch.tensor([k**-0.5])
 
-    def op(weight: Tensor, x: Tensor) -> Tensor:
-        return ops.linear(x, weight, scale, None, (n, k))
+    def op(weight: Tensor, x: Tensor, size: tuple[int, int]) -> Tensor:
+        return ops.linear(x, weight, scale, None, size)
 
     return _product_case(ws, "linear", n, k, x, op, hot=hot, weight_format=weight_format)
 

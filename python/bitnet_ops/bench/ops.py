@@ -171,7 +171,9 @@ def _measure_once(case: Case, limits: MachineLimits, budget: Budget, correct: bo
     has_peak = case.integer and case.macs > 0
     loop, probed_macs = limits.peak.run(case.macs)
     form = PLAIN if case.read.warm else limits.form
-    runs = [case.run, empty_call(case.read.warm), case.read.run(form)]
+    call = case.call
+    empty = Timed(lambda _: call(), case.read.warm) if call else empty_call(case.read.warm)
+    runs = [case.run, empty, case.read.run(form)]
     rounds = interleave([*runs, *([loop] if has_peak else [])], budget, probe=limits.peak.speed)
     called_s, call_s, read_s, *peak_s = rounds.usable()
     kernel_s = without_call(called_s, call_s)
@@ -214,7 +216,7 @@ def _measure_once(case: Case, limits: MachineLimits, budget: Budget, correct: bo
 
 
 def without_call(samples: list[float], call_s: list[float]) -> list[float]:
-    """What an op's samples are without the usual time of a call, which is the same for every op.
+    """What an op's samples are without the usual time of a call.
 
     At least half of a sample is left: what is shorter than two calls is a measurement of calls.
     """
