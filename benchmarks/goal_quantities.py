@@ -180,7 +180,11 @@ def against_int8(c: Context, threads: int, tokens: tuple[int, ...]) -> Measured:
 
 
 def cold_cost(c: Context, threads: int, tokens: tuple[int]) -> Measured:
-    """Time of some tokens in times of one token, weights in memory, alternating."""
+    """Time of some tokens in times of one token, weights in memory, alternating.
+
+    Where multiplying takes longer than that at the int8 peak, in times of that: no kernel is
+    faster.
+    """
 
     def cost(shape: tuple[int, int]) -> tuple[float, str, bool]:
         use_threads(threads)
@@ -190,7 +194,9 @@ def cold_cost(c: Context, threads: int, tokens: tuple[int]) -> Measured:
         rounds = interleave(
             [many.run, half_away(one)], Budget(c.seconds), probe=c.limits(threads).peak.speed
         )
-        ratio = summarize(paired_ratios(*rounds.usable())).median
+        many_s, one_s = rounds.usable()
+        multiplying = many.macs / (c.limits(threads).int8_peak_gmac_s * 1e9)
+        ratio = summarize(paired_ratios(many_s, [max(s, multiplying) for s in one_s])).median
         return ratio, _name(shape), rounds.disturbed
 
     return worst((cost(shape) for shape in c.large()), largest=True)
