@@ -107,7 +107,9 @@ int64_t head_input_bytes(const HeadView& head, int64_t tokens) {
          tokens * (4 * padded + aligned(padded / 64 * 4));
 }
 
-Prefetch head_prefetch() { return {tuning().head_bytes, tuning().head_into_l2}; }
+Prefetch head_prefetch() {
+  return {tuning().head_bytes, tuning().prefetch_bytes, tuning().head_into_l2};
+}
 
 HeadInput bind_head_input(const HeadView& head, int64_t tokens, void* memory) {
   HeadInput input{head.k, layout::head_padded_k(head.k), nullptr, nullptr};

@@ -31,8 +31,11 @@ constexpr int64_t element_size(DType type) {
 // How far ahead of their stream the heads ask for weights, and for which cache: into_l2 where loads
 // into L1 are too few at once to keep the memory busy.  Depends on the CPU; never changes results.
 struct Prefetch {
-  int64_t bytes;
+  // Bytes, of one token and of several, which do more work for every line; 0: the line itself.
+  int64_t one, several = 0;
   bool into_l2 = false;
+
+  int64_t bytes(int64_t tokens) const { return tokens == 1 ? one : several; }
 };
 
 // One token as the quantised heads take it: x[k] = scale * wide[k], wide = 256 * high + low.  What

@@ -62,7 +62,7 @@ def packed_shape(
 def tuning() -> dict[str, str | int | bool]:
     """ "cpu": the row of the tuning table in use; the rest: its values or the environment's.
 
-    "prefetch_bytes": how far ahead weights are prefetched; "head_bytes": a head's;
+    "prefetch_bytes": how far ahead weights are prefetched; "head_bytes": a head's, for one token;
     "head_into_l2": those only into L2;
     "sum_tables": products of many tokens use tables of sums, where the ISA has them.
     """

@@ -24,8 +24,9 @@ struct Ahead {
 
 // rows(ahead) by the hint that is wanted.
 template <class F>
-[[gnu::always_inline]] inline void with_ahead(const Prefetch& wanted, const F& rows) {
-  const int64_t bytes = head_distance(wanted.bytes);
+[[gnu::always_inline]] inline void with_ahead(const Prefetch& wanted, int64_t tokens,
+                                              const F& rows) {
+  const int64_t bytes = head_distance(wanted.bytes(tokens));
   if (wanted.into_l2) {
     rows(Ahead<true>{bytes});
   } else {
@@ -137,7 +138,7 @@ void dense_as(const float* x, int64_t tokens, const void* rows, int64_t k, int64
 void head_dense(const float* x, int64_t tokens, DType type, const void* weight, int64_t k,
                 int64_t row_begin, int64_t row_end, Prefetch wanted, float* out,
                 int64_t out_stride) {
-  with_ahead(wanted, [&]<class A>(A ahead) {
+  with_ahead(wanted, tokens, [&]<class A>(A ahead) {
     const auto rows = type == DType::kBF16  ? dense_as<DType::kBF16, A>
                       : type == DType::kF16 ? dense_as<DType::kF16, A>
                                             : dense_as<DType::kF32, A>;

@@ -102,7 +102,7 @@ void head_int4(const uint8_t* weight, const uint16_t* scale, int64_t groups, int
   });
   // In several streams it is bound by arithmetic, which wants its lines in L1.
   wanted.into_l2 = wanted.into_l2 && kHead4Streams == 1;
-  with_ahead(wanted, [&]<class A>(A ahead) {
+  with_ahead(wanted, tokens, [&]<class A>(A ahead) {
     const Head4<A> head{weight, scale, groups, group, ahead};
     if (tokens == 1) {
       return head4_rows<kHead4Streams, 1>(head, row_begin, row_end, x, out, out_stride);

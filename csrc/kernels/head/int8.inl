@@ -140,7 +140,7 @@ void head_int8(const int8_t* weight, const float* scale, int64_t k, int64_t row_
   const int8_t* w = weight + row_begin * k;
   const float* s = scale + row_begin;
   const int64_t chunk = tokens <= kHead8Tokens ? count : kHeadRowChunk;
-  with_ahead(wanted, [&](auto ahead) {
+  with_ahead(wanted, tokens, [&](auto ahead) {
     for (int64_t n = 0; n < count; n += chunk) {
       const int64_t part = count - n < chunk ? count - n : chunk;
       for_token_groups<kHead8Tokens>(tokens, [&]<int T>(int64_t t) {
