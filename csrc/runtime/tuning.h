@@ -9,10 +9,10 @@ namespace bitnet {
 struct Tuning {
   const char* cpu;         // name of the row, shown by `bitnet-ops doctor`
   int64_t prefetch_bytes;  // distance ahead of a weight stream
-  // Likewise of a head for one token, and whether a head is asked for into L2. One token does little
-  // work for each line of a head, which is read in several streams: the hardware's own prefetcher is
-  // faster than a core's few loads into L1 (24 under way at once on Zen 3 and 4), and only has to be
-  // told where a stream goes on.
+  // Likewise of a head for one token, and whether a head is asked for into L2. One token does
+  // little work for each line of a head, which is read in several streams: the hardware's own
+  // prefetcher is faster than a core's few loads into L1 (24 under way at once on Zen 3 and 4), and
+  // only has to be told where a stream goes on.
   int64_t head_bytes;
   bool head_into_l2;
   // 512-bit vectors have two ports for all instructions, so decoding a weight delays products.
