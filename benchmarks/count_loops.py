@@ -69,7 +69,7 @@ ZMM = (
     Loop("panel of `1.6bit` (4)", "add_panel<Base3Digits, 0, 5, 4>"),
     Loop("groups, `2bit`, 1 token", "tile_groups<TwoBit, 1, 1, unsigned short>"),
     Loop("groups, `2bit`, prompts (5)", "tile_groups<TwoBit, 5, 1, unsigned short>"),
-    Loop("int8 head, 1 token", "head8_rows<1, 1, 4, Ahead<false>", share=PLANES),
+    Loop("int8 head, 1 token", "head8_rows<4, 1, 2, Ahead<false>", share=PLANES),
     Loop("int8 head, 4 tokens", "head8_rows<2, 4, 1, Ahead<false>", share=PLANES, pick="least"),
     Loop("int4 head, 1 token", "head4_rows<1, 1, Ahead<false>", share=PLANES),
     Loop("int4 head, 4 tokens", "head4_rows<1, 4, Ahead<false>", share=PLANES),
