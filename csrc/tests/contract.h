@@ -408,7 +408,7 @@ inline void head_dense(const float* x, int64_t tokens, DType type, const void* w
 inline void score_rows(const float* x, int64_t tokens, const void* const* rows, int64_t count,
                        int64_t k, float* out, int64_t out_stride) {
   for (int64_t n = 0; n < count; ++n) {
-    head_dense(x, tokens, DType::kBF16, rows[n], k, 0, 1, {0}, out + n, out_stride);
+    head_dense(x, tokens, DType::kBF16, rows[n], k, 0, 1, {0, 0}, out + n, out_stride);
   }
 }
 

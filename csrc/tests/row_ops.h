@@ -464,7 +464,7 @@ inline void add_head_ops(std::vector<RowOp>& ops) {
                    },
                    [](int64_t) { return std::vector<Shape>{{Kind::kF32, 15}}; },
                    [type](const Call& c) {
-                     c.table.head_dense(c.f(0), 3, type, c.in[1], c.n, 1, 6, {64}, c.y(), 5);
+                     c.table.head_dense(c.f(0), 3, type, c.in[1], c.n, 1, 6, {64, 64}, c.y(), 5);
                    }});
     // rows 16..20 of two tiles
     ops.push_back({std::string("dense_tiles ") + name_of(type), "dense_tiles",

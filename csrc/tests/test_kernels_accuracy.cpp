@@ -336,7 +336,7 @@ void head_dense(const KernelTable& table, DType type) {
     const std::vector<float> x = random_floats(random, Flavour::kUnit, k);
     const Matrix m = random_matrix(random, type, 7 * k, 1.0f);
     float out[7];
-    table.head_dense(x.data(), 1, type, m.data(), k, 0, 7, {64, true}, out, 7);
+    table.head_dense(x.data(), 1, type, m.data(), k, 0, 7, {64, 64, true}, out, 7);
     for (int64_t row = 0; row < 7; ++row) {
       double sum = 0, magnitude = 0;
       for (int64_t i = 0; i < k; ++i) {
@@ -367,7 +367,7 @@ void dense_tiles(const KernelTable& table, DType type) {
                   &m.stored[static_cast<std::size_t>(i * size)], static_cast<std::size_t>(size));
     }
     float rows[kTokens * kRows], out[kTokens * kRows];
-    table.head_dense(x.data(), kTokens, type, m.data(), k, 0, kRows, {0}, rows, kRows);
+    table.head_dense(x.data(), kTokens, type, m.data(), k, 0, kRows, {0, 0}, rows, kRows);
     table.dense_tiles(x.data(), kTokens, type, tiles.data(), k, 0.37f, 0, 16, out, kRows);
     table.dense_tiles(x.data(), kTokens, type, tiles.data(), k, 0.37f, 16, kRows, out + 16, kRows);
     for (int64_t i = 0; i < kTokens * kRows; ++i) {

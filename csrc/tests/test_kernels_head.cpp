@@ -83,8 +83,8 @@ class HeadTest {
     const float* s = arenas_[1]->place_copy(scales.data(), row_end, where());
     for (const bool into_l2 : {false, true}) {
       float* out = result(row_end - row_begin, count);
-      table.head_int8(w, s, tokens.k, row_begin, row_end, x.data(), count, {1024, into_l2}, out,
-                      stride_);
+      table.head_int8(w, s, tokens.k, row_begin, row_end, x.data(), count, {512, 1024, into_l2},
+                      out, stride_);
       for (int64_t t = 0; t < count; ++t) {
         for (int64_t n = row_begin; n < row_end; ++n) {
           const int64_t sum = dot(&codes[at(n * tokens.k)], tokens, t, 0, tokens.k);
@@ -116,8 +116,8 @@ class HeadTest {
         arenas_[1]->place_copy(scales.data(), static_cast<int64_t>(scales.size()), where());
     for (const bool into_l2 : {false, true}) {
       float* out = result(row_end - row_begin, count);
-      table.head_int4(w, s, groups, group, row_begin, row_end, x.data(), count, {1024, into_l2},
-                      out, stride_);
+      table.head_int4(w, s, groups, group, row_begin, row_end, x.data(), count,
+                      {512, 1024, into_l2}, out, stride_);
       for (int64_t t = 0; t < count; ++t) {
         for (int64_t n = row_begin; n < row_end; ++n) {
           float acc = 0;
