@@ -77,11 +77,14 @@ template <class Unit, int R, int B, class Values>
                                               int64_t step, int64_t j, F32x16 (&sums)[R * B]) {
   F32x16 even[R * B], odd[R * B];
   clear(even), clear(odd);
+  // The bounds stand outside the loops: with the sum in the condition, GCC loses the pragma under the sanitizers.
+  const int64_t group_end = (j + kPairGroup) / 2;
 #pragma GCC unroll 1
-  for (int64_t p = j / 2; p < (j + kPairGroup) / 2; p += kPanelPositions / 2) {
+  for (int64_t p = j / 2; p < group_end; p += kPanelPositions / 2) {
     auto from = values.fours(p, step);
+    const int64_t panel_end = p + kPanelPositions / 2;
 #pragma GCC unroll 1
-    for (int64_t i = p; i < p + kPanelPositions / 2; i += 2) {
+    for (int64_t i = p; i < panel_end; i += 2) {
       typename Unit::Chains value[B];
       values.template take<Unit, B>(from, value);
       unit_step<Unit, R, B>(words + i, kAttentionChunk / 2, value, even, odd);
