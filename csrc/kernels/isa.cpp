@@ -30,6 +30,8 @@ namespace {
 #include "kernels/ternary/canonical_pairs.inl"
 #include "kernels/ternary/epilogue.inl"
 #include "kernels/ternary/matrix.inl"
+#include "kernels/ternary/table_lines.inl"
+#include "kernels/ternary/both_units.inl"
 #include "kernels/ternary/tables.inl"
 #include "kernels/ternary/canonical_matrix.inl"
 #include "kernels/ternary/gemm.inl"

@@ -192,8 +192,9 @@ inline TileSum times_256(TileSum s) { return _mm512_slli_epi32(s, 8); }
 
 struct SumTables {
   static constexpr bool kHere = true;
-  static constexpr int64_t kTokens = 32, kFromTokens = 32, kRestFrom = 26;
-  static constexpr int64_t kFromRows = 1024;
+  static constexpr int64_t kTokens = 32, kFromTokens = 32, kFromRows = 1024;
+  static constexpr int kBeside = 4;
+  static constexpr int64_t kTableCost = 27, kBothCost = 37, kProductCost = 32;
   using Sums = __m512i;  // int16
 
   static TileCodes masked(TileStep v, int mask) { return and_bytes(v, mask); }

@@ -184,8 +184,11 @@ struct YmmTables {
   static constexpr int64_t kTokens = 16;      // of a register
   static constexpr int64_t kFromTokens = 16;  // fewer are multiplied
   static constexpr int64_t kFromRows = 256;   // likewise, for each building of tables
-  static constexpr int64_t kRestFrom = 10;    // tokens for which a block that is not full pays
-  using Sums = __m256i;                       // int16
+  // Tokens that a row's k-step is multiplied with beside its lines, 0: none. Costs of a token: by
+  // tables, by tables with one beside it, by a product alone.
+  static constexpr int kBeside = 0;
+  static constexpr int64_t kTableCost = 10, kBothCost = 26, kProductCost = 16;
+  using Sums = __m256i;  // int16
 
   static TileCodes masked(TileStep v, int mask) { return and_bytes(v, mask); }
   // Four codes of a lane times 1, 3, 9 and 27.

@@ -113,11 +113,20 @@ inline void tiles_in_pieces(const TileJob& job, const EpilogueJob& epilogue, int
 template <class U, class D>
 void tables_then_pieces(const TileJob& job, const EpilogueJob& epilogue) {
   const int64_t tile_rows = D::kFields * kTileLanes;
-  const int64_t done = table_tokens<U>(job.tokens, job.tile_count * tile_rows, job.scratch);
-  for_table_tokens<U>(
-      {job.tiles, job.k_steps * kStepBytes, job.tile_count, job.k_steps, job.x, job.x_stride, 0,
-       done, job.scratch},
-      [&](const TableInput& in) { table_blocks<U, D>(in, WholeSums<U>{epilogue, job.k_steps}); });
+  const TableInput all{job.tiles,
+                       job.k_steps * kStepBytes,
+                       job.tile_count,
+                       job.k_steps,
+                       job.x,
+                       job.x_stride,
+                       0,
+                       job.tokens,
+                       0,
+                       job.scratch};
+  const WholeSums<U> folds{epilogue, job.k_steps, job.x_sum};
+  const int64_t done =
+      for_table_tokens<U>(all, job.tile_count * tile_rows,
+                          [&](const TableInput& in) { table_blocks<U, D>(in, folds); });
   if (done < job.tokens) tiles_in_pieces(job, epilogue, done, tile_rows);
 }
 

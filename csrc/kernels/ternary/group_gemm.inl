@@ -277,22 +277,76 @@ void group_gemm_as(const GroupJob& job) {
   any_group_gemm<TwoBit, Several::TwoBits, Several::TwoBitsPlain, kPlanes, S>(job);
 }
 
+// Sums of tables.inl as those of groups.
+template <class U, class S, int64_t kTileRows>
+struct GroupSums {
+  const GroupJob& job;
+
+  // A group of 128 k is at most 16,384 in magnitude: nothing overflows inside one.
+  bool fold(TableBlock<U>& block, typename U::Sums, int64_t rows, int64_t done) const {
+    if (done < job.k_steps && done % job.group_steps != 0) return false;
+    const int64_t g = (done - 1) / job.group_steps;
+    alignas(64) float x_scale[U::kTokens] = {}, w_scale[kTileRows];
+    for (int64_t t = 0; t < block.tokens; ++t) {
+      x_scale[t] =
+          job.x_scale == nullptr ? 1.0f : job.x_scale[g * job.x_group_stride + block.token + t];
+    }
+    const auto factors = U::factors(x_scale);
+    auto* values = static_cast<float*>(block.totals);
+    for (int64_t row = 0; row < rows; row += kTileRows) {
+      const S* scale = static_cast<const S*>(job.scale) + row / kTileRows * job.scale_stride;
+      for (int64_t i = 0; i < kTileRows; i += kTileLanes)
+        store_floats(w_scale + i, load_floats(scale + g * kTileRows + i));
+      for (int64_t i = 0; i < kTileRows; ++i) {
+        const int64_t at = (row + i) * U::kTokens;
+        U::add_scaled(block.sums + at, w_scale[i], factors, block.first, values + at);
+      }
+    }
+    return true;
+  }
+  void store(const TableBlock<U>& block, int64_t rows) const {
+    alignas(64) float part[U::kTokens][64];
+    for (int64_t row = 0; row < rows; row += 64) {
+      const int64_t count = rows - row < 64 ? rows - row : 64;
+      transpose_totals(block, row, count, part);
+      for (int64_t t = 0; t < block.tokens; ++t) {
+        float* to = job.out + (block.token + t) * job.out_stride + row;
+        __builtin_memcpy(to, part[t], static_cast<size_t>(count) * sizeof(float));
+      }
+    }
+  }
+
+  int64_t run_steps() const { return job.group_steps; }
+  template <class D>
+  void take(const TileSums<D>& sums, int64_t tile, int64_t token, int64_t step) const {
+    const auto at = group_tile<D, 1, S>(job, tile, token);
+    const int64_t g = step / job.group_steps;
+    TileFloats scales[D::kFields];
+    load_scales<D>(at.scale + g * kTileRows, scales);
+    for (int t = 0; t < U::kBeside; ++t) {
+      if (step == 0) __builtin_memset(at.out + t * job.out_stride, 0, kTileRows * sizeof(float));
+      TileSum dots[D::kDots];
+      repeat<D::kDots>([&]<int f>() BITNET_INLINE_LAMBDA { dots[f] = load_sum(sums.at[t][f]); });
+      add_dots<D>(at, g, t, dots, scales);
+    }
+  }
+};
+
 // By tables of sums, as far as tokens fill their blocks; returns how many.
 template <class U, class S>
 int64_t group_tables(const GroupJob& job) {
-  const int64_t fields = job.format == layout::WeightFormat::kBase3 ? 5 : 4;
-  const int64_t tokens =
-      table_tokens<U>(job.tokens, job.tile_count * fields * kTileLanes, job.scratch);
-  const TableInput all{job.tiles, job.tile_stride, job.tile_count, job.k_steps, job.x, job.x_stride,
-                       0,         tokens,          job.scratch};
-  for_table_tokens<U>(all, [&](const TableInput& in) {
-    if (job.format == layout::WeightFormat::kBase3) {
-      table_blocks<U, Base3Lines<Base3Digits>>(in, GroupSums<U, S, 5 * kTileLanes>{job});
-    } else {
-      table_blocks<U, TwoBitLines<U>>(in, GroupSums<U, S, 4 * kTileLanes>{job});
-    }
-  });
-  return tokens;
+  const bool base3 = job.format == layout::WeightFormat::kBase3;
+  const TableInput all{
+      job.tiles, job.tile_stride, job.tile_count, job.k_steps, job.x, job.x_stride, 0, job.tokens,
+      0,         job.scratch};
+  return for_table_tokens<U>(
+      all, job.tile_count * (base3 ? 5 : 4) * kTileLanes, [&](const TableInput& in) {
+        if (base3) {
+          table_blocks<U, Base3Lines<Base3Digits>>(in, GroupSums<U, S, 5 * kTileLanes>{job});
+        } else {
+          table_blocks<U, TwoBitLines<U>>(in, GroupSums<U, S, 4 * kTileLanes>{job});
+        }
+      });
 }
 
 void group_gemm(const GroupJob& whole) {

@@ -1,0 +1,108 @@
+// Tables of sums (the method of the Four Russians), and which of them a row of weights adds. Four
+// weights of a row are one of 81 combinations. For four inputs, a table holds the 81 sums that they
+// can make, as 16-bit numbers, for the tokens of a register; a row adds one line of the table where
+// a product would multiply four weights with every token. Uses tiles.inl.
+
+constexpr int64_t kTableSums = 81;
+constexpr int64_t kTableSpanK = 64;  // whose lines are computed at once: a k-step multiple
+constexpr int kTablesAtOnce = 8;     // tables that a row adds together: 32 k
+// Lines before the first table and behind the last one, which a fourth value of 2 bits would reach.
+constexpr int64_t kTableDamaged = 40;
+
+// ---- the lines of rows --------------------------------------------------------------------------
+
+// Codes of field F in a register of bytes, 0 to 2 times kFactor plus an offset for all; powers of
+// three weigh the four of a lane.
+template <class U>
+struct TwoBitLines {
+  using Product = TwoBit;  // what decodes the same for a product
+  static constexpr int kFields = 4, kOffset = 0;
+  template <int F>
+  static constexpr int kFactor = 1 << (2 * F);
+  using Prepared = TileStep;
+  static Prepared prepare(TileStep v) { return v; }
+  template <int F>
+  static TileCodes codes(const Prepared& v) {
+    return U::masked(v, 3 << (2 * F));
+  }
+};
+template <class D>
+struct Base3Lines {
+  using Product = D;
+  static constexpr int kFields = 5, kOffset = (D::kZeroCode - 1) * 40;
+  template <int F>
+  static constexpr int kFactor = D::kFactor;
+  using Prepared = typename D::Prepared;
+  static Prepared prepare(TileStep v) { return D::prepare(v); }
+  template <int F>
+  static TileCodes codes(const Prepared& v) {
+    return D::template codes<F>(v);
+  }
+};
+
+// Rows of `tiles` tiles: the lines of k-steps [0, 8) to lines[row][8], those of the next eight to
+// lines[rows + row][8]. A line's number is in units of 8 bytes, as an address takes it.
+template <class U, class D>
+[[gnu::noinline]] void find_lines(const uint8_t* w, int64_t tile_bytes, int64_t tiles, int64_t rows,
+                                  uint16_t* lines) {
+  constexpr int kUnits = U::kTokens * 2 / 8;
+  for (int64_t i = 0; i < tiles; ++i, w += tile_bytes) {
+    for (int64_t b = 0; b < 2 * kTablesAtOnce * kStepBytes; b += 64) prefetch(w + tile_bytes + b);
+    repeat<2>([&]<int h>() BITNET_INLINE_LAMBDA {
+      const uint8_t* from = w + h * kTablesAtOnce * kStepBytes;
+      uint16_t* to = lines + (h * rows + i * D::kFields * kTileLanes) * kTablesAtOnce;
+      repeat<D::kFields>([&]<int f>() BITNET_INLINE_LAMBDA {
+        constexpr int kFactor = D::template kFactor<f>;
+        TileSum numbers[kTablesAtOnce];
+        repeat<kTablesAtOnce>([&]<int g>() BITNET_INLINE_LAMBDA {
+          const auto v = D::prepare(load_step(from + g * kStepBytes));
+          numbers[g] = U::base_3(D::template codes<f>(v));
+        });
+        constexpr int kLeft = kFactor < kUnits ? __builtin_ctz(kUnits / kFactor) : 0;
+        constexpr int kRight = kFactor > kUnits ? __builtin_ctz(kFactor / kUnits) : 0;
+        U::template store_lines<kLeft, kRight>(numbers, to + f * kTileLanes * kTablesAtOnce);
+      });
+    });
+  }
+}
+
+// ---- tables -------------------------------------------------------------------------------------
+
+// The codes of a block of tokens, 64 k: a word of four for every token, [k / 4][token].
+template <class U>
+void gather_words(const int8_t* x, int64_t x_stride, int64_t tokens, float* words) {
+  for (int64_t t = 0; t < U::kTokens; t += 16) {
+    if (t + 16 <= tokens) {
+      transpose_16(x + t * x_stride, x_stride, words + t, U::kTokens);
+      continue;
+    }
+    alignas(64) int8_t edge[16][kTableSpanK] = {};
+    for (int64_t i = t; i < tokens; ++i)
+      __builtin_memcpy(edge[i - t], x + i * x_stride, kTableSpanK);
+    transpose_16(edge, kTableSpanK, words + t, U::kTokens);
+  }
+}
+
+// The table of four inputs; returns what their magnitudes are together.
+template <class U>
+[[gnu::always_inline]] inline typename U::Sums build_table(const float* words, int16_t* table) {
+  using Sums = typename U::Sums;
+  Sums x[4];
+  repeat<4>([&]<int j>() BITNET_INLINE_LAMBDA { x[j] = U::template codes<j>(words); });
+  Sums low[9];  // of the first two inputs
+  repeat<9>([&]<int i>() BITNET_INLINE_LAMBDA {
+    const Sums second = i / 3 == 0 ? U::negative(x[1]) : i / 3 == 1 ? U::zero() : x[1];
+    low[i] = i % 3 == 0 ? U::sub(second, x[0]) : i % 3 == 1 ? second : U::add(second, x[0]);
+  });
+  repeat<9>([&]<int h>() BITNET_INLINE_LAMBDA {
+    const Sums fourth = h / 3 == 0 ? U::negative(x[3]) : h / 3 == 1 ? U::zero() : x[3];
+    const Sums high = h % 3 == 0   ? U::sub(fourth, x[2])
+                      : h % 3 == 1 ? fourth
+                                   : U::add(fourth, x[2]);
+    repeat<9>([&]<int i>() BITNET_INLINE_LAMBDA {
+      U::store(table + (9 * h + i) * U::kTokens, U::add(high, low[i]));
+    });
+  });
+  return U::add(U::add(U::magnitude(x[0]), U::magnitude(x[1])),
+                U::add(U::magnitude(x[2]), U::magnitude(x[3])));
+}
