@@ -198,6 +198,11 @@ struct SumTables {
   using Sums = __m512i;  // int16
 
   static TileCodes masked(TileStep v, int mask) { return and_bytes(v, mask); }
+  template <int N>  // bits, of bytes that have none in the lowest N
+  static TileStep shifted(TileStep v) {
+    return _mm512_srli_epi16(v, N);
+  }
+  static TileStep joined(TileStep a, TileStep b) { return _mm512_or_si512(a, b); }
   // Four codes of a lane times 1, 3, 9 and 27.
   static TileSum base_3(TileCodes v) {
     return _mm512_dpbusd_epi32(_mm512_setzero_si512(), v, _mm512_set1_epi32(0x1b090301));

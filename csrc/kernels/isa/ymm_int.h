@@ -191,6 +191,11 @@ struct YmmTables {
   using Sums = __m256i;  // int16
 
   static TileCodes masked(TileStep v, int mask) { return and_bytes(v, mask); }
+  template <int N>  // bits, of bytes that have none in the lowest N
+  static TileStep shifted(TileStep v) {
+    return _mm256_srli_epi16(v, N);
+  }
+  static TileStep joined(TileStep a, TileStep b) { return _mm256_or_si256(a, b); }
   // Four codes of a lane times 1, 3, 9 and 27.
   static TileSum base_3(TileCodes v) {
     const __m256i powers = _mm256_set1_epi32(0x1b090301);

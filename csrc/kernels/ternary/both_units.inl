@@ -36,6 +36,55 @@ template <class U, bool kFirst>
     U::store(sums, row_of_lines<U>(lines, at, kFirst ? U::zero() : U::load(sums)));
 }
 
+// ---- k-steps for multipliers --------------------------------------------------------------------
+
+// Of the decoder D, as they lie in the tile.
+template <class D>
+struct StepsInPlace : D {
+  static constexpr int64_t kBytes = kStepBytes;
+  static constexpr bool kDecoded = false;
+  static auto load(const uint8_t* w) { return D::prepare(load_step(w)); }
+};
+
+// Of five fields, whose decoding is too long for the loop: made for a tile once as two steps of 2
+// bit, fields 0 to 3 and the fifth. D has digits in bits 7-6.
+template <class U, class D>
+struct StepsOfFive {
+  static constexpr int kFields = 5, kDots = 5, kZeroCode = D::kZeroCode;
+  static constexpr int64_t kBytes = 2 * kStepBytes, kFlush = TwoBit::kFlush;
+  static constexpr bool kDecoded = true;
+  struct Prepared {
+    TileStep four, fifth;
+  };
+  static void decode(const uint8_t* w, int64_t k_steps, uint8_t* to) {
+    for (int64_t s = 0; s < k_steps; ++s, to += kBytes) {
+      const auto v = D::prepare(load_step(w + s * kStepBytes));
+      const TileStep low = U::joined(U::template shifted<6>(D::template codes<0>(v)),
+                                     U::template shifted<4>(D::template codes<1>(v)));
+      const TileStep high =
+          U::joined(U::template shifted<2>(D::template codes<2>(v)), D::template codes<3>(v));
+      store_step(to, U::joined(low, high));
+      store_step(to + kStepBytes, U::template shifted<6>(D::template codes<4>(v)));
+    }
+  }
+  static Prepared load(const uint8_t* w) { return {load_step(w), load_step(w + kStepBytes)}; }
+  template <int F>
+  static TileCodes codes(const Prepared& v) {
+    if constexpr (F == 4) {
+      return v.fifth;
+    } else {
+      return TwoBit::codes<F>(v.four);
+    }
+  }
+  static void finish(TileSum (&s)[5]) {
+    TileSum four[4] = {s[0], s[1], s[2], s[3]};
+    TwoBit::finish(four);
+    repeat<4>([&]<int i>() BITNET_INLINE_LAMBDA { s[i] = four[i]; });
+  }
+};
+
+// ---- rows and k-steps ---------------------------------------------------------------------------
+
 // A tile, tokens, and the k-steps of both that are next.
 template <class D>
 struct TileProduct {
@@ -69,7 +118,7 @@ template <class U, class D, int T, bool kRows, bool kFirst>
       U::store(sums, row_of_lines<U>(lines, at, kFirst ? U::zero() : U::load(sums)));
       lines += kTablesAtOnce, sums += U::kTokens;
     }
-    const auto prepared = D::prepare(load_step(w + n * kStepBytes));
+    const auto prepared = D::load(w + n * D::kBytes);
     add_step<D, 0, D::kDots, T>(prepared, x + n * layout::kTileStepK, x_stride, acc);
   }
   repeat<D::kDots * T>([&]<int i>() BITNET_INLINE_LAMBDA {
@@ -85,8 +134,12 @@ class Meanwhile {
  public:
   static constexpr int T = U::kBeside;
 
-  Meanwhile(const TableInput& in, const F& folds)
-      : in_(in), folds_(folds), left_tiles_(in.beside == 0 ? 0 : in.tile_count) {
+  // decoded: room for the k-steps of a tile, where D makes them
+  Meanwhile(const TableInput& in, const F& folds, char* decoded)
+      : in_(in),
+        folds_(folds),
+        decoded_(reinterpret_cast<uint8_t*>(decoded)),
+        left_tiles_(in.beside == 0 ? 0 : in.tile_count) {
     begin_run();
   }
   bool done() const { return left_tiles_ == 0; }
@@ -118,7 +171,12 @@ class Meanwhile {
     begin_ = step_;
     run_end_ = step_ + (left < steps ? left : steps);
     product_.first = true;
-    product_.w = in_.tiles + tile_ * in_.tile_bytes + step_ * kStepBytes;
+    const uint8_t* tile = in_.tiles + tile_ * in_.tile_bytes;
+    if constexpr (D::kDecoded) {
+      if (step_ == 0 && token_ == 0) D::decode(tile, in_.k_steps, decoded_);
+      tile = decoded_;
+    }
+    product_.w = tile + step_ * D::kBytes;
     product_.x = in_.x + (in_.tokens + token_) * in_.x_stride + step_ * layout::kTileStepK;
     product_.x_stride = in_.x_stride;
   }
@@ -126,7 +184,7 @@ class Meanwhile {
     step_ += count;
     if (step_ < run_end_) {
       product_.first = false;
-      product_.w += count * kStepBytes;
+      product_.w += count * D::kBytes;
       product_.x += count * layout::kTileStepK;
       return;
     }
@@ -145,6 +203,7 @@ class Meanwhile {
 
   const TableInput& in_;
   const F& folds_;
+  uint8_t* decoded_;
   int64_t left_tiles_, tile_ = 0, token_ = 0, step_ = 0, begin_ = 0, run_end_ = 0;
   TileProduct<D> product_;
 };
@@ -153,7 +212,7 @@ class Meanwhile {
 template <class U>
 struct TablesAlone {
   template <class F>
-  TablesAlone(const TableInput&, const F&) {}
+  TablesAlone(const TableInput&, const F&, char*) {}
   template <bool kFirst>
   void add_rows(const uint16_t* lines, const int16_t* tables, int64_t rows, int16_t* sums) {
     add_lines<U, kFirst>(lines, tables, rows, sums);

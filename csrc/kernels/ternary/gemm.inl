@@ -110,7 +110,7 @@ inline void tiles_in_pieces(const TileJob& job, const EpilogueJob& epilogue, int
   }
 }
 
-template <class U, class D>
+template <class U, class D, class Steps>
 void tables_then_pieces(const TileJob& job, const EpilogueJob& epilogue) {
   const int64_t tile_rows = D::kFields * kTileLanes;
   const TableInput all{job.tiles,
@@ -126,7 +126,7 @@ void tables_then_pieces(const TileJob& job, const EpilogueJob& epilogue) {
   const WholeSums<U> folds{epilogue, job.k_steps, job.x_sum};
   const int64_t done =
       for_table_tokens<U>(all, job.tile_count * tile_rows,
-                          [&](const TableInput& in) { table_blocks<U, D>(in, folds); });
+                          [&](const TableInput& in) { table_blocks<U, D, Steps>(in, folds); });
   if (done < job.tokens) tiles_in_pieces(job, epilogue, done, tile_rows);
 }
 
@@ -139,8 +139,11 @@ void tile_product(const TileJob& job, const EpilogueJob& epilogue) {
     const int64_t sums = job.tokens * job.tile_count * (base3 ? 5 : 4) * kTileLanes;
     // a call cut for tables has no room for its sums, whether there is scratch or not
     if (job.scratch != nullptr || sums > kMaxProductSums) {
-      if (base3) return tables_then_pieces<SumTables, Base3Lines<Base3Digits>>(job, epilogue);
-      return tables_then_pieces<SumTables, TwoBitLines<SumTables>>(job, epilogue);
+      if (base3)
+        return tables_then_pieces<SumTables, Base3Lines<Base3Digits>,
+                                  StepsOfFive<SumTables, Base3Digits>>(job, epilogue);
+      return tables_then_pieces<SumTables, TwoBitLines<SumTables>, StepsInPlace<TwoBit>>(job,
+                                                                                         epilogue);
     }
   }
   tile_gemm(job);

@@ -342,9 +342,11 @@ int64_t group_tables(const GroupJob& job) {
   return for_table_tokens<U>(
       all, job.tile_count * (base3 ? 5 : 4) * kTileLanes, [&](const TableInput& in) {
         if (base3) {
-          table_blocks<U, Base3Lines<Base3Digits>>(in, GroupSums<U, S, 5 * kTileLanes>{job});
+          table_blocks<U, Base3Lines<Base3Digits>, StepsOfFive<U, Base3Digits>>(
+              in, GroupSums<U, S, 5 * kTileLanes>{job});
         } else {
-          table_blocks<U, TwoBitLines<U>>(in, GroupSums<U, S, 4 * kTileLanes>{job});
+          table_blocks<U, TwoBitLines<U>, StepsInPlace<TwoBit>>(
+              in, GroupSums<U, S, 4 * kTileLanes>{job});
         }
       });
 }

@@ -15,7 +15,6 @@ constexpr int64_t kTableDamaged = 40;
 // three weigh the four of a lane.
 template <class U>
 struct TwoBitLines {
-  using Product = TwoBit;  // what decodes the same for a product
   static constexpr int kFields = 4, kOffset = 0;
   template <int F>
   static constexpr int kFactor = 1 << (2 * F);
@@ -28,7 +27,6 @@ struct TwoBitLines {
 };
 template <class D>
 struct Base3Lines {
-  using Product = D;
   static constexpr int kFields = 5, kOffset = (D::kZeroCode - 1) * 40;
   template <int F>
   static constexpr int kFactor = D::kFactor;

@@ -36,7 +36,9 @@ constexpr int64_t table_scratch_bytes(int64_t rows) {
   const int64_t tables = (kTablesAtOnce * kTableSums + 2 * kTableDamaged) * U::kTokens * 2;
   const int64_t lines = 2 * kTablesAtOnce * 2 * rows;
   const int64_t block = rows * U::kTokens * 6 + kTableSpanK * U::kTokens;
-  return tables + lines + kTableBlocks * block + 4096;
+  const int64_t decoded =
+      U::kBeside == 0 ? 0 : layout::kTileMaxK / layout::kTileStepK * 2 * kStepBytes;
+  return tables + lines + kTableBlocks * block + decoded + 4096;
 }
 
 // Adds 32 k to the sums of a block: h says which half of its words. Returns the magnitudes.
@@ -60,7 +62,7 @@ typename U::Sums add_tables(const TableBlock<U>& block, int h, int offset, const
 // Tokens of an input, at most kTableBlocks blocks. F says what becomes of sums: fold() after every
 // 32 k, at the end of `k_steps` of them, and store() in the end; run_steps() and take() of
 // both_units.inl.
-template <class U, class D, class F>
+template <class U, class D, class Steps, class F>
 void table_blocks(const TableInput& in, const F& folds) {
   const int64_t rows = in.tile_count * D::kFields * kTileLanes, padded = table_rows_padded(rows);
   const int64_t count = (in.tokens + U::kTokens - 1) / U::kTokens;
@@ -74,7 +76,8 @@ void table_blocks(const TableInput& in, const F& folds) {
                      take((kTablesAtOnce * kTableSums + 2 * kTableDamaged) * U::kTokens * 2)) +
                  kTableDamaged * U::kTokens;
   auto* lines = reinterpret_cast<uint16_t*>(take(2 * kTablesAtOnce * 2 * padded));
-  MeanwhileOf<U, typename D::Product, F> meanwhile(in, folds);
+  char* decoded = Steps::kDecoded ? take(in.k_steps * Steps::kBytes) : nullptr;
+  MeanwhileOf<U, Steps, F> meanwhile(in, folds, decoded);
   TableBlock<U> blocks[kTableBlocks];
   for (int64_t b = 0; b < count; ++b) {
     const int64_t first = b * U::kTokens, left = in.tokens - first;
