@@ -190,13 +190,10 @@ inline TileSum times_256(TileSum s) { return _mm512_slli_epi32(s, 8); }
 
 // ---- tables of sums (ternary/tables.inl; YmmTables of ymm_int.h says what each is) --------------
 
-struct SumTables {
+// What both widths of it share: lanes of weights are those of a k-step, whatever tokens a register
+// has.
+struct TableSteps {
   static constexpr bool kHere = true;
-  static constexpr int64_t kTokens = 32, kFromTokens = 32, kFromRows = 1024;
-  static constexpr int kBeside = 4;
-  static constexpr int64_t kTableCost = 27, kBothCost = 37, kProductCost = 32;
-  using Sums = __m512i;  // int16
-
   static TileCodes masked(TileStep v, int mask) { return and_bytes(v, mask); }
   template <int N>  // bits, of bytes that have none in the lowest N
   static TileStep shifted(TileStep v) {
@@ -207,6 +204,83 @@ struct SumTables {
   static TileSum base_3(TileCodes v) {
     return _mm512_dpbusd_epi32(_mm512_setzero_si512(), v, _mm512_set1_epi32(0x1b090301));
   }
+  template <int kLeft, int kRight>
+  static void store_lines(const __m512i (&numbers)[8], uint16_t* to) {
+    __m512i pairs[4];
+    for (int i = 0; i < 4; ++i) {
+      pairs[i] = _mm512_or_si512(numbers[2 * i], _mm512_slli_epi32(numbers[2 * i + 1], 16));
+      if (kLeft > 0) pairs[i] = _mm512_slli_epi16(pairs[i], kLeft);
+      if (kRight > 0) pairs[i] = _mm512_srli_epi16(pairs[i], kRight);
+    }
+    const __m512i a = _mm512_unpacklo_epi32(pairs[0], pairs[1]);
+    const __m512i b = _mm512_unpackhi_epi32(pairs[0], pairs[1]);
+    const __m512i c = _mm512_unpacklo_epi32(pairs[2], pairs[3]);
+    const __m512i d = _mm512_unpackhi_epi32(pairs[2], pairs[3]);
+    const __m512i rows[4] = {_mm512_unpacklo_epi64(a, c), _mm512_unpackhi_epi64(a, c),
+                             _mm512_unpacklo_epi64(b, d), _mm512_unpackhi_epi64(b, d)};
+    auto* out = reinterpret_cast<__m128i*>(to);
+    for (int i = 0; i < 4; ++i) {
+      _mm_store_si128(out + i, _mm512_castsi512_si128(rows[i]));
+      _mm_store_si128(out + 4 + i, _mm512_extracti32x4_epi32(rows[i], 1));
+      _mm_store_si128(out + 8 + i, _mm512_extracti32x4_epi32(rows[i], 2));
+      _mm_store_si128(out + 12 + i, _mm512_extracti32x4_epi32(rows[i], 3));
+    }
+  }
+};
+
+// 16 tokens of a ymm, for few.
+struct NarrowTables : TableSteps {
+  using Narrow = NarrowTables;
+  static constexpr int64_t kTokens = 16;
+  static constexpr int kBeside = 2;
+  static constexpr int64_t kRowCost = 850, kBothCost = 1050, kLinesCost = 140, kBuildCost = 80000;
+  static constexpr int64_t kProductCost = 52;
+  using Sums = __m256i;  // int16
+
+  [[gnu::always_inline]] static void keep_order([[maybe_unused]] Sums& v) {
+#if !defined(BITNET_EMULATE)
+    __asm__("" : "+v"(v));
+#endif
+  }
+  static Sums load(const int16_t* p) { return load_half(p); }
+  static void store(int16_t* p, Sums v) { _mm256_store_si256(reinterpret_cast<__m256i*>(p), v); }
+  static Sums zero() { return _mm256_setzero_si256(); }
+  static Sums add(Sums a, Sums b) { return _mm256_add_epi16(a, b); }
+  static Sums sub(Sums a, Sums b) { return _mm256_sub_epi16(a, b); }
+  static Sums negative(Sums v) { return sub(zero(), v); }
+  static Sums magnitude(Sums v) { return _mm256_abs_epi16(v); }
+  static bool any_above(Sums v, int16_t bound) {
+    return _mm256_movemask_epi8(_mm256_cmpgt_epi16(v, _mm256_set1_epi16(bound))) != 0;
+  }
+  template <int J>
+  static Sums codes(const float* words) {
+    const __m512i v = _mm512_slli_epi32(_mm512_loadu_si512(words), 24 - 8 * J);
+    return _mm512_cvtepi32_epi16(_mm512_srai_epi32(v, 24));
+  }
+  static void widen(const int16_t* sums, bool first, int32_t* wide) {
+    __m512i v = _mm512_cvtepi16_epi32(load_half(sums));
+    if (!first) v = _mm512_add_epi32(v, _mm512_load_si512(wide));
+    _mm512_store_si512(wide, v);
+  }
+  using Factors = __m512;
+  static Factors factors(const float* x_scale) { return _mm512_loadu_ps(x_scale); }
+  [[gnu::always_inline]] static void add_scaled(const int16_t* sums, float scale, const Factors& f,
+                                                bool first, float* values) {
+    const __m512 v = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(load_half(sums)));
+    const __m512 before = first ? _mm512_setzero_ps() : _mm512_loadu_ps(values);
+    _mm512_storeu_ps(values, _mm512_fmadd_ps(v, _mm512_mul_ps(_mm512_set1_ps(scale), f), before));
+  }
+};
+
+// 32 tokens of a zmm.
+struct SumTables : TableSteps {
+  using Narrow = NarrowTables;
+  static constexpr int64_t kTokens = 32, kFromTokens = 10, kFromRows = 512;
+  static constexpr int kBeside = 4;
+  static constexpr int64_t kRowCost = 1280, kBothCost = 1800, kLinesCost = 140, kBuildCost = 130000;
+  static constexpr int64_t kProductCost = 52;
+  using Sums = __m512i;  // int16
+
   // Sums in this order: g++ 12 would use a register for a load that an addition can do.
   [[gnu::always_inline]] static void keep_order([[maybe_unused]] Sums& v) {
 #if !defined(BITNET_EMULATE)
@@ -251,28 +325,6 @@ struct SumTables {
       const __m512 before = first ? _mm512_setzero_ps() : _mm512_loadu_ps(values + 16 * i);
       const __m512 factor = _mm512_mul_ps(_mm512_set1_ps(scale), f.half[i]);
       _mm512_storeu_ps(values + 16 * i, _mm512_fmadd_ps(v, factor, before));
-    }
-  }
-  template <int kLeft, int kRight>
-  static void store_lines(const __m512i (&numbers)[8], uint16_t* to) {
-    __m512i pairs[4];
-    for (int i = 0; i < 4; ++i) {
-      pairs[i] = _mm512_or_si512(numbers[2 * i], _mm512_slli_epi32(numbers[2 * i + 1], 16));
-      if (kLeft > 0) pairs[i] = _mm512_slli_epi16(pairs[i], kLeft);
-      if (kRight > 0) pairs[i] = _mm512_srli_epi16(pairs[i], kRight);
-    }
-    const __m512i a = _mm512_unpacklo_epi32(pairs[0], pairs[1]);
-    const __m512i b = _mm512_unpackhi_epi32(pairs[0], pairs[1]);
-    const __m512i c = _mm512_unpacklo_epi32(pairs[2], pairs[3]);
-    const __m512i d = _mm512_unpackhi_epi32(pairs[2], pairs[3]);
-    const __m512i rows[4] = {_mm512_unpacklo_epi64(a, c), _mm512_unpackhi_epi64(a, c),
-                             _mm512_unpacklo_epi64(b, d), _mm512_unpackhi_epi64(b, d)};
-    auto* out = reinterpret_cast<__m128i*>(to);
-    for (int i = 0; i < 4; ++i) {
-      _mm_store_si128(out + i, _mm512_castsi512_si128(rows[i]));
-      _mm_store_si128(out + 4 + i, _mm512_extracti32x4_epi32(rows[i], 1));
-      _mm_store_si128(out + 8 + i, _mm512_extracti32x4_epi32(rows[i], 2));
-      _mm_store_si128(out + 12 + i, _mm512_extracti32x4_epi32(rows[i], 3));
     }
   }
 };

@@ -181,13 +181,16 @@ inline uint64_t reduce_lines(LineXor a, LineXor b) {
 
 struct YmmTables {
   static constexpr bool kHere = true;
+  using Narrow = YmmTables;                   // tables of fewer tokens, or these
   static constexpr int64_t kTokens = 16;      // of a register
   static constexpr int64_t kFromTokens = 16;  // fewer are multiplied
   static constexpr int64_t kFromRows = 256;   // likewise, for each building of tables
-  // Tokens that a row's k-step is multiplied with beside its lines, 0: none. Costs of a token: by
-  // tables, by tables with one beside it, by a product alone.
-  static constexpr int kBeside = 0;
-  static constexpr int64_t kTableCost = 10, kBothCost = 26, kProductCost = 16;
+  static constexpr int kBeside =
+      0;  // tokens with which a k-step is multiplied beside a row's lines
+  // Hundredths of a cycle, on Zen 4: a row of 32 k, alone and with a k-step beside it; its lines,
+  // and the tables, for all rows; a token's product with 32 k of a row.
+  static constexpr int64_t kRowCost = 740, kBothCost = 0, kLinesCost = 0, kBuildCost = 0;
+  static constexpr int64_t kProductCost = 74;
   using Sums = __m256i;  // int16
 
   static TileCodes masked(TileStep v, int mask) { return and_bytes(v, mask); }

@@ -2,13 +2,19 @@
 // row's lines of tables (tables.inl) a k-step of a tile is multiplied with a few further tokens.
 // Uses tiles.inl and direct.inl.
 
+// Tokens [token, token + tokens) of tiles [tile, tile + tiles).
+struct TilePart {
+  int64_t tile, tiles, token, tokens;
+};
+
 // What a table product needs of a TileJob or a GroupJob.
 struct TableInput {
   const uint8_t* tiles;
-  int64_t tile_bytes, tile_count, k_steps;
-  const int8_t* x;                  // of the first token
-  int64_t x_stride, token, tokens;  // tokens by tables,
-  int64_t beside;                   // and so many behind them by the multipliers
+  int64_t tile_bytes, k_steps;
+  const int8_t* x;  // of the job's token `token`
+  int64_t x_stride, token;
+  TilePart tables;  // from the first tile and token on
+  TilePart beside;  // by the multipliers meanwhile
   void* scratch;
 };
 
@@ -38,18 +44,20 @@ template <class U, bool kFirst>
 
 // ---- k-steps for multipliers --------------------------------------------------------------------
 
-// Of the decoder D, as they lie in the tile.
-template <class D>
-struct StepsInPlace : D {
+// As they lie in a tile of four fields.
+template <class U>
+struct StepsOfFour : As<U, TwoBit>::Type {
+  using D = typename As<U, TwoBit>::Type;
   static constexpr int64_t kBytes = kStepBytes;
   static constexpr bool kDecoded = false;
   static auto load(const uint8_t* w) { return D::prepare(load_step(w)); }
 };
 
 // Of five fields, whose decoding is too long for the loop: made for a tile once as two steps of 2
-// bit, fields 0 to 3 and the fifth. D has digits in bits 7-6.
-template <class U, class D>
+// bit, fields 0 to 3 and the fifth. The decoder has digits in bits 7-6.
+template <class U>
 struct StepsOfFive {
+  using D = typename As<U, Base3Digits>::Type;
   static constexpr int kFields = 5, kDots = 5, kZeroCode = D::kZeroCode;
   static constexpr int64_t kBytes = 2 * kStepBytes, kFlush = TwoBit::kFlush;
   static constexpr bool kDecoded = true;
@@ -126,21 +134,29 @@ template <class U, class D, int T, bool kRows, bool kFirst>
   });
 }
 
-// What is multiplied meanwhile: tokens [0, tokens) of x, kBeside at a time, with one tile after the
-// other. F says what becomes of sums, folds.take(sums, tile, token, step), after every
+// What is multiplied meanwhile: in.beside, kBeside tokens at a time with one tile after the other.
+// F says what becomes of sums, folds.take(sums, tile, token, tokens, step), after every
 // `run_steps` k-steps of a tile and at its end; `step` is the first of them.
 template <class U, class D, class F>
 class Meanwhile {
  public:
   static constexpr int T = U::kBeside;
+  static constexpr int64_t scratch_bytes(int64_t k_steps) {
+    return k_steps * ((D::kDecoded ? D::kBytes : 0) + T * layout::kTileStepK);
+  }
 
-  // decoded: room for the k-steps of a tile, where D makes them
-  Meanwhile(const TableInput& in, const F& folds, char* decoded)
+  Meanwhile(const TableInput& in, const F& folds, char* scratch)
       : in_(in),
         folds_(folds),
-        decoded_(reinterpret_cast<uint8_t*>(decoded)),
-        left_tiles_(in.beside == 0 ? 0 : in.tile_count) {
-    begin_run();
+        last_(reinterpret_cast<int8_t*>(scratch)),
+        decoded_(reinterpret_cast<uint8_t*>(scratch + T * in.k_steps * layout::kTileStepK)),
+        left_tiles_(in.beside.tokens == 0 ? 0 : in.beside.tiles) {
+    const int64_t whole = in.beside.tokens / T * T, row = in.k_steps * layout::kTileStepK;
+    for (int64_t t = 0; t < T && whole < in.beside.tokens; ++t) {  // nothing is read behind x
+      const int64_t token = whole + t < in.beside.tokens ? whole + t : whole;
+      __builtin_memcpy(last_ + t * row, in.x + (in.beside.token + token) * in.x_stride, row);
+    }
+    if (!done()) begin_run();
   }
   bool done() const { return left_tiles_ == 0; }
 
@@ -166,19 +182,25 @@ class Meanwhile {
   }
 
  private:
+  int64_t tokens() const {
+    const int64_t left = in_.beside.tokens - token_;
+    return left < T ? left : T;
+  }
   void begin_run() {
     const int64_t left = in_.k_steps - step_, steps = folds_.run_steps();
     begin_ = step_;
     run_end_ = step_ + (left < steps ? left : steps);
     product_.first = true;
-    const uint8_t* tile = in_.tiles + tile_ * in_.tile_bytes;
+    const uint8_t* tile = in_.tiles + (in_.beside.tile + tile_) * in_.tile_bytes;
     if constexpr (D::kDecoded) {
       if (step_ == 0 && token_ == 0) D::decode(tile, in_.k_steps, decoded_);
       tile = decoded_;
     }
     product_.w = tile + step_ * D::kBytes;
-    product_.x = in_.x + (in_.tokens + token_) * in_.x_stride + step_ * layout::kTileStepK;
-    product_.x_stride = in_.x_stride;
+    const bool whole = tokens() == T;
+    product_.x_stride = whole ? in_.x_stride : in_.k_steps * layout::kTileStepK;
+    product_.x = whole ? in_.x + (in_.beside.token + token_) * in_.x_stride : last_;
+    product_.x += step_ * layout::kTileStepK;
   }
   void advance(int64_t count) {
     step_ += count;
@@ -188,11 +210,12 @@ class Meanwhile {
       product_.x += count * layout::kTileStepK;
       return;
     }
-    folds_.template take<D>(product_.sums, tile_, in_.token + in_.tokens + token_, begin_);
+    folds_.template take<D>(product_.sums, in_.beside.tile + tile_,
+                            in_.token + in_.beside.token + token_, tokens(), begin_);
     if (step_ == in_.k_steps) {
       step_ = 0;
       token_ += T;
-      if (token_ == in_.beside) {
+      if (token_ >= in_.beside.tokens) {
         token_ = 0;
         ++tile_;
         --left_tiles_;
@@ -203,6 +226,7 @@ class Meanwhile {
 
   const TableInput& in_;
   const F& folds_;
+  int8_t* last_;  // tokens that are fewer than T, with others behind them
   uint8_t* decoded_;
   int64_t left_tiles_, tile_ = 0, token_ = 0, step_ = 0, begin_ = 0, run_end_ = 0;
   TileProduct<D> product_;
@@ -211,6 +235,7 @@ class Meanwhile {
 // The same where registers or multipliers do not suffice for both.
 template <class U>
 struct TablesAlone {
+  static constexpr int64_t scratch_bytes(int64_t) { return 0; }
   template <class F>
   TablesAlone(const TableInput&, const F&, char*) {}
   template <bool kFirst>

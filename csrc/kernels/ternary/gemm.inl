@@ -110,23 +110,17 @@ inline void tiles_in_pieces(const TileJob& job, const EpilogueJob& epilogue, int
   }
 }
 
-template <class U, class D, class Steps>
+// D<U>: the lines of a decoder, Steps<U>: its k-steps for multipliers.
+template <class U, template <class> class D, template <class> class Steps>
 void tables_then_pieces(const TileJob& job, const EpilogueJob& epilogue) {
-  const int64_t tile_rows = D::kFields * kTileLanes;
-  const TableInput all{job.tiles,
-                       job.k_steps * kStepBytes,
-                       job.tile_count,
-                       job.k_steps,
-                       job.x,
-                       job.x_stride,
-                       0,
-                       job.tokens,
-                       0,
-                       job.scratch};
-  const WholeSums<U> folds{epilogue, job.k_steps, job.x_sum};
-  const int64_t done =
-      for_table_tokens<U>(all, job.tile_count * tile_rows,
-                          [&](const TableInput& in) { table_blocks<U, D, Steps>(in, folds); });
+  const int64_t tile_rows = D<U>::kFields * kTileLanes;
+  const TableInput all{
+      job.tiles,  job.k_steps * kStepBytes, job.k_steps, job.x, job.x_stride, 0, {}, {},
+      job.scratch};
+  const int64_t done = for_table_parts<U>(
+      all, job.tokens, job.tile_count, tile_rows, [&]<class V>(const TableInput& in) {
+        table_blocks<V, D<V>, Steps<V>>(in, WholeSums<V>{epilogue, job.k_steps, job.x_sum});
+      });
   if (done < job.tokens) tiles_in_pieces(job, epilogue, done, tile_rows);
 }
 
@@ -139,11 +133,8 @@ void tile_product(const TileJob& job, const EpilogueJob& epilogue) {
     const int64_t sums = job.tokens * job.tile_count * (base3 ? 5 : 4) * kTileLanes;
     // a call cut for tables has no room for its sums, whether there is scratch or not
     if (job.scratch != nullptr || sums > kMaxProductSums) {
-      if (base3)
-        return tables_then_pieces<SumTables, Base3Lines<Base3Digits>,
-                                  StepsOfFive<SumTables, Base3Digits>>(job, epilogue);
-      return tables_then_pieces<SumTables, TwoBitLines<SumTables>, StepsInPlace<TwoBit>>(job,
-                                                                                         epilogue);
+      if (base3) return tables_then_pieces<SumTables, LinesOfFive, StepsOfFive>(job, epilogue);
+      return tables_then_pieces<SumTables, LinesOfFour, StepsOfFour>(job, epilogue);
     }
   }
   tile_gemm(job);

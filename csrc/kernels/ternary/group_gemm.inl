@@ -318,12 +318,13 @@ struct GroupSums {
 
   int64_t run_steps() const { return job.group_steps; }
   template <class D>
-  void take(const TileSums<D>& sums, int64_t tile, int64_t token, int64_t step) const {
+  void take(const TileSums<D>& sums, int64_t tile, int64_t token, int64_t tokens,
+            int64_t step) const {
     const auto at = group_tile<D, 1, S>(job, tile, token);
     const int64_t g = step / job.group_steps;
     TileFloats scales[D::kFields];
     load_scales<D>(at.scale + g * kTileRows, scales);
-    for (int t = 0; t < U::kBeside; ++t) {
+    for (int64_t t = 0; t < tokens; ++t) {
       if (step == 0) __builtin_memset(at.out + t * job.out_stride, 0, kTileRows * sizeof(float));
       TileSum dots[D::kDots];
       repeat<D::kDots>([&]<int f>() BITNET_INLINE_LAMBDA { dots[f] = load_sum(sums.at[t][f]); });
@@ -336,17 +337,15 @@ struct GroupSums {
 template <class U, class S>
 int64_t group_tables(const GroupJob& job) {
   const bool base3 = job.format == layout::WeightFormat::kBase3;
-  const TableInput all{
-      job.tiles, job.tile_stride, job.tile_count, job.k_steps, job.x, job.x_stride, 0, job.tokens,
-      0,         job.scratch};
-  return for_table_tokens<U>(
-      all, job.tile_count * (base3 ? 5 : 4) * kTileLanes, [&](const TableInput& in) {
+  const TableInput all{job.tiles, job.tile_stride, job.k_steps, job.x, job.x_stride, 0, {},
+                       {},        job.scratch};
+  return for_table_parts<U>(
+      all, job.tokens, job.tile_count, (base3 ? 5 : 4) * kTileLanes,
+      [&]<class V>(const TableInput& in) {
         if (base3) {
-          table_blocks<U, Base3Lines<Base3Digits>, StepsOfFive<U, Base3Digits>>(
-              in, GroupSums<U, S, 5 * kTileLanes>{job});
+          table_blocks<V, LinesOfFive<V>, StepsOfFive<V>>(in, GroupSums<V, S, 5 * kTileLanes>{job});
         } else {
-          table_blocks<U, TwoBitLines<U>, StepsInPlace<TwoBit>>(
-              in, GroupSums<U, S, 4 * kTileLanes>{job});
+          table_blocks<V, LinesOfFour<V>, StepsOfFour<V>>(in, GroupSums<V, S, 4 * kTileLanes>{job});
         }
       });
 }

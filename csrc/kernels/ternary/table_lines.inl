@@ -9,12 +9,18 @@ constexpr int kTablesAtOnce = 8;     // tables that a row adds together: 32 k
 // Lines before the first table and behind the last one, which a fourth value of 2 bits would reach.
 constexpr int64_t kTableDamaged = 40;
 
+// A decoder that an ISA without U may lack.
+template <class U, class D>
+struct As {
+  using Type = D;
+};
+
 // ---- the lines of rows --------------------------------------------------------------------------
 
 // Codes of field F in a register of bytes, 0 to 2 times kFactor plus an offset for all; powers of
 // three weigh the four of a lane.
 template <class U>
-struct TwoBitLines {
+struct LinesOfFour {
   static constexpr int kFields = 4, kOffset = 0;
   template <int F>
   static constexpr int kFactor = 1 << (2 * F);
@@ -25,8 +31,9 @@ struct TwoBitLines {
     return U::masked(v, 3 << (2 * F));
   }
 };
-template <class D>
-struct Base3Lines {
+template <class U>
+struct LinesOfFive {
+  using D = typename As<U, Base3Digits>::Type;
   static constexpr int kFields = 5, kOffset = (D::kZeroCode - 1) * 40;
   template <int F>
   static constexpr int kFactor = D::kFactor;

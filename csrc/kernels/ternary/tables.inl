@@ -36,9 +36,9 @@ constexpr int64_t table_scratch_bytes(int64_t rows) {
   const int64_t tables = (kTablesAtOnce * kTableSums + 2 * kTableDamaged) * U::kTokens * 2;
   const int64_t lines = 2 * kTablesAtOnce * 2 * rows;
   const int64_t block = rows * U::kTokens * 6 + kTableSpanK * U::kTokens;
-  const int64_t decoded =
-      U::kBeside == 0 ? 0 : layout::kTileMaxK / layout::kTileStepK * 2 * kStepBytes;
-  return tables + lines + kTableBlocks * block + decoded + 4096;
+  const int64_t steps = layout::kTileMaxK / layout::kTileStepK;
+  const int64_t beside = U::kBeside == 0 ? 0 : steps * (2 * kStepBytes + 4 * U::kBeside);
+  return tables + lines + kTableBlocks * block + beside + 4096;
 }
 
 // Adds 32 k to the sums of a block: h says which half of its words. Returns the magnitudes.
@@ -64,8 +64,9 @@ typename U::Sums add_tables(const TableBlock<U>& block, int h, int offset, const
 // both_units.inl.
 template <class U, class D, class Steps, class F>
 void table_blocks(const TableInput& in, const F& folds) {
-  const int64_t rows = in.tile_count * D::kFields * kTileLanes, padded = table_rows_padded(rows);
-  const int64_t count = (in.tokens + U::kTokens - 1) / U::kTokens;
+  const int64_t rows = in.tables.tiles * D::kFields * kTileLanes;
+  const int64_t padded = table_rows_padded(rows);
+  const int64_t count = (in.tables.tokens + U::kTokens - 1) / U::kTokens;
   char* memory = static_cast<char*>(in.scratch);
   const auto take = [&](int64_t bytes) {
     char* piece = memory;
@@ -76,11 +77,11 @@ void table_blocks(const TableInput& in, const F& folds) {
                      take((kTablesAtOnce * kTableSums + 2 * kTableDamaged) * U::kTokens * 2)) +
                  kTableDamaged * U::kTokens;
   auto* lines = reinterpret_cast<uint16_t*>(take(2 * kTablesAtOnce * 2 * padded));
-  char* decoded = Steps::kDecoded ? take(in.k_steps * Steps::kBytes) : nullptr;
-  MeanwhileOf<U, Steps, F> meanwhile(in, folds, decoded);
+  using Other = MeanwhileOf<U, Steps, F>;
+  Other meanwhile(in, folds, take(Other::scratch_bytes(in.k_steps)));
   TableBlock<U> blocks[kTableBlocks];
   for (int64_t b = 0; b < count; ++b) {
-    const int64_t first = b * U::kTokens, left = in.tokens - first;
+    const int64_t first = b * U::kTokens, left = in.tables.tokens - first;
     blocks[b] = {reinterpret_cast<int16_t*>(take(padded * U::kTokens * 2)),
                  take(padded * U::kTokens * 4),
                  reinterpret_cast<float*>(take(kTableSpanK * U::kTokens)),
@@ -92,7 +93,7 @@ void table_blocks(const TableInput& in, const F& folds) {
   }
   constexpr int64_t kSpanSteps = kTableSpanK / layout::kTileStepK;
   for (int64_t s = 0; s < in.k_steps; s += kSpanSteps) {
-    find_lines<U, D>(in.tiles + s * kStepBytes, in.tile_bytes, in.tile_count, rows, lines);
+    find_lines<U, D>(in.tiles + s * kStepBytes, in.tile_bytes, in.tables.tiles, rows, lines);
     for (int64_t b = 0; b < count; ++b) {
       const int8_t* x = in.x + b * U::kTokens * in.x_stride + s * layout::kTileStepK;
       gather_words<U>(x, in.x_stride, blocks[b].tokens, blocks[b].words);
@@ -171,12 +172,14 @@ struct WholeSums {
 
   int64_t run_steps() const { return k_steps; }
   template <class D>
-  void take(const TileSums<D>& sums, int64_t tile, int64_t token, int64_t) const {
+  void take(const TileSums<D>& sums, int64_t tile, int64_t token, int64_t tokens, int64_t) const {
     constexpr int64_t kRows = D::kFields * kTileLanes;
     if (tile * kRows >= epilogue.rows) return;
+    int32_t of_tokens[U::kBeside] = {};
+    for (int64_t t = 0; t < tokens; ++t) of_tokens[t] = x_sum[token + t];
     alignas(64) int32_t out[U::kBeside][kRows];
-    finish_tile<D, U::kBeside>(sums, x_sum + token, out[0], kRows);
-    EpilogueJob job = epilogue_part(epilogue, tile * kRows, kRows, token, U::kBeside);
+    finish_tile<D, U::kBeside>(sums, of_tokens, out[0], kRows);
+    EpilogueJob job = epilogue_part(epilogue, tile * kRows, kRows, token, tokens);
     job.sums = out[0];
     job.sums_stride = kRows;
     store_block(job);
@@ -185,49 +188,84 @@ struct WholeSums {
 
 // ---- how much of a job --------------------------------------------------------------------------
 
-// Of so many tokens the first `tables` are made by tables and `beside` meanwhile; what is left is
-// a product like any other. Taken is what costs least by U's costs of kTokens tokens.
+// The parts of a job's tokens x tiles, and of how many tokens they are all; 0 where a product like
+// any other costs less.
 struct TableCut {
-  int64_t tables, beside;
+  TilePart tables, beside;
+  int64_t tokens, cost;
 };
+
+// What 32 k of a job cost by U's costs, in hundredths of a cycle: `rows` rows of b blocks, and
+// products of one token with so many rows.
 template <class U>
-inline TableCut cut_tokens(int64_t tokens) {
-  TableCut best{};
-  int64_t least = tokens * U::kProductCost;
+constexpr int64_t cost_of_both(int64_t rows, int64_t b, int64_t products) {
+  constexpr int64_t kTokens = 8 * U::kBeside;  // that meet a row while it adds 32 k
+  const int64_t alone = rows * b;
+  int64_t both = 0;
+  if constexpr (kTokens > 0) both = alone < products / kTokens ? alone : products / kTokens;
+  return both * U::kBothCost + (alone - both) * U::kRowCost + rows * U::kLinesCost +
+         b * U::kBuildCost + (products - both * kTokens) * U::kProductCost;
+}
+
+// The multipliers get some of the tokens with all tiles; or some of the tiles with all tokens,
+// where tokens fill few blocks.
+template <class U>
+inline TableCut cut_table_job(int64_t tokens, int64_t tiles, int64_t tile_rows) {
+  constexpr int64_t kGroup = U::kBeside == 0 ? 1 : U::kBeside;
+  const auto whole_groups = [](int64_t n) { return (n + kGroup - 1) / kGroup * kGroup; };
+  const int64_t rows = tiles * tile_rows;
+  TableCut best{{}, {}, 0, tokens * rows * U::kProductCost};
   for (int64_t b = 1; b <= kTableBlocks && (b - 1) * U::kTokens < tokens; ++b) {
     const int64_t room = b * U::kTokens, left = tokens < room ? 0 : tokens - room;
-    const int64_t beside = U::kBeside == 0 ? 0 : left < room ? left : room;
-    const int64_t cost = room * U::kTableCost + beside * (U::kBothCost - U::kTableCost) +
-                         (left - beside) * U::kProductCost;
-    if (cost > least) continue;
-    least = cost;
-    best = {tokens - left, 0};
-    if constexpr (U::kBeside != 0) {  // whole groups: a block may be short of tokens instead
-      best.beside = (left + U::kBeside - 1) / U::kBeside * U::kBeside;
-      best.tables = tokens - best.beside;
+    const int64_t cost = cost_of_both<U>(rows, b, rows * whole_groups(left));
+    if (cost <= best.cost) {
+      const int64_t beside = U::kBeside == 0 ? 0 : left;
+      best = {{0, tiles, 0, tokens - left},
+              {0, tiles, tokens - left, beside},
+              tokens - left + beside,
+              cost};
     }
+    if (U::kBeside == 0 || left != 0) continue;
+    const int64_t all = whole_groups(tokens), at_once = 8 * kGroup * b;
+    const int64_t some = (tiles * all + (all + at_once) / 2) / (all + at_once);
+    const int64_t cost_by_tiles =
+        cost_of_both<U>(some * tile_rows, b, (tiles - some) * tile_rows * all);
+    if (some > 0 && cost_by_tiles < best.cost)
+      best = {{0, some, 0, tokens}, {some, tiles - some, 0, tokens}, tokens, cost_by_tiles};
   }
   return best;
 }
 
-// Calls f with the tokens that cut_tokens gives to tables and their multipliers, a call's at a
-// time; returns how many of the tokens are done. A call has half of the rows for which a product
-// takes tables, as the end of a claim may leave.
-template <class U, class F>
-inline int64_t for_table_tokens(TableInput in, int64_t rows, const F& f) {
-  if (in.scratch == nullptr || rows < U::kFromRows / 2) return 0;
-  constexpr int64_t kOnce = table_call_tokens<U>();
-  const int64_t end = in.tokens;
+// Calls f.template operator()<U>(parts) with the parts of a call's tokens at a time, U the tables
+// of Us that cost least; returns how many tokens are done. A call has half of the rows for which a
+// product takes tables, as the end of a claim may leave.
+template <class Wide, class F>
+inline int64_t for_table_parts(TableInput in, int64_t tokens, int64_t tiles, int64_t tile_rows,
+                               const F& f) {
+  using Narrow = typename Wide::Narrow;
+  if (in.scratch == nullptr || tiles * tile_rows < Wide::kFromRows / 2) return 0;
+  constexpr int64_t kOnce = table_call_tokens<Wide>();
   int64_t done = 0;
-  while (done < end) {
-    const TableCut cut = cut_tokens<U>(end - done < kOnce ? end - done : kOnce);
-    if (cut.tables == 0) break;
+  while (done < tokens) {
+    const int64_t left = tokens - done < kOnce ? tokens - done : kOnce;
+    TableCut cut = cut_table_job<Wide>(left, tiles, tile_rows);
+    bool narrow = false;
+    if constexpr (!std::is_same_v<Narrow, Wide>) {
+      const TableCut other = cut_table_job<Narrow>(left, tiles, tile_rows);
+      narrow = other.tokens == cut.tokens && other.cost < cut.cost;
+      if (narrow) cut = other;
+    }
+    if (cut.tokens == 0) break;
     in.token = done;
-    in.tokens = cut.tables;
+    in.tables = cut.tables;
     in.beside = cut.beside;
-    f(in);
-    in.x += (cut.tables + cut.beside) * in.x_stride;
-    done += cut.tables + cut.beside;
+    if (narrow) {
+      f.template operator()<Narrow>(in);
+    } else {
+      f.template operator()<Wide>(in);
+    }
+    in.x += cut.tokens * in.x_stride;
+    done += cut.tokens;
   }
   return done;
 }
