@@ -100,6 +100,8 @@ struct TileProduct {
   const int8_t* x;
   int64_t x_stride;
   bool first;  // nothing in `sums`
+  const uint8_t* ahead;  // of the next tile, what is asked for meanwhile, so far apart at each step
+  int64_t ahead_step;
   TileSums<D> sums;
 };
 
@@ -111,7 +113,8 @@ template <class U, class D, int T, bool kRows, bool kFirst>
   const char* at = reinterpret_cast<const char*>(tables);
   const uint8_t* w = product.w;
   const int8_t* x = product.x;
-  const int64_t x_stride = product.x_stride;
+  const uint8_t* ahead = product.ahead;
+  const int64_t x_stride = product.x_stride, ahead_step = product.ahead_step;
   TileAcc acc[D::kDots][T];
   if (product.first) {
     clear_accs(acc);
@@ -126,6 +129,8 @@ template <class U, class D, int T, bool kRows, bool kFirst>
       U::store(sums, row_of_lines<U>(lines, at, kFirst ? U::zero() : U::load(sums)));
       lines += kTablesAtOnce, sums += U::kTokens;
     }
+    prefetch_l2(ahead);
+    ahead += ahead_step;
     const auto prepared = D::load(w + n * D::kBytes);
     add_step<D, 0, D::kDots, T>(prepared, x + n * layout::kTileStepK, x_stride, acc);
   }
@@ -197,6 +202,10 @@ class Meanwhile {
       tile = decoded_;
     }
     product_.w = tile + step_ * D::kBytes;
+    const int64_t groups = (in_.beside.tokens + T - 1) / T, part = in_.tile_bytes / groups;
+    product_.ahead_step = (kStepBytes + groups - 1) / groups;
+    product_.ahead = in_.tiles + (in_.beside.tile + tile_ + 1) * in_.tile_bytes +
+                     token_ / T * part + step_ * product_.ahead_step;
     const bool whole = tokens() == T;
     product_.x_stride = whole ? in_.x_stride : in_.k_steps * layout::kTileStepK;
     product_.x = whole ? in_.x + (in_.beside.token + token_) * in_.x_stride : last_;
@@ -207,6 +216,7 @@ class Meanwhile {
     if (step_ < run_end_) {
       product_.first = false;
       product_.w += count * D::kBytes;
+      product_.ahead += count * product_.ahead_step;
       product_.x += count * layout::kTileStepK;
       return;
     }

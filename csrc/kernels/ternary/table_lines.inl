@@ -6,6 +6,7 @@
 constexpr int64_t kTableSums = 81;
 constexpr int64_t kTableSpanK = 64;  // whose lines are computed at once: a k-step multiple
 constexpr int kTablesAtOnce = 8;     // tables that a row adds together: 32 k
+constexpr int64_t kLinesAhead = 4;   // tiles that are asked for before their lines are found
 // Lines before the first table and behind the last one, which a fourth value of 2 bits would reach.
 constexpr int64_t kTableDamaged = 40;
 
@@ -51,8 +52,13 @@ template <class U, class D>
 [[gnu::noinline]] void find_lines(const uint8_t* w, int64_t tile_bytes, int64_t tiles, int64_t rows,
                                   uint16_t* lines) {
   constexpr int kUnits = U::kTokens * 2 / 8;
+  constexpr int64_t kSpanBytes = 2 * kTablesAtOnce * kStepBytes;
   for (int64_t i = 0; i < tiles; ++i, w += tile_bytes) {
-    for (int64_t b = 0; b < 2 * kTablesAtOnce * kStepBytes; b += 64) prefetch(w + tile_bytes + b);
+    // tiles lie apart, so nothing but this asks for them; the last ones ask for the next k
+    const int64_t next = i + kLinesAhead - tiles;
+    const uint8_t* ahead =
+        next < 0 ? w + kLinesAhead * tile_bytes : w + (next - i) * tile_bytes + kSpanBytes;
+    for (int64_t b = 0; b < kSpanBytes; b += 64) prefetch(ahead + b);
     repeat<2>([&]<int h>() BITNET_INLINE_LAMBDA {
       const uint8_t* from = w + h * kTablesAtOnce * kStepBytes;
       uint16_t* to = lines + (h * rows + i * D::kFields * kTileLanes) * kTablesAtOnce;
