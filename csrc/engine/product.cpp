@@ -34,6 +34,14 @@ int64_t even_part(int64_t total, int64_t most) {
   return total <= most ? std::max<int64_t>(total, 1) : ceil_div(total, ceil_div(total, most));
 }
 
+// Units of equal work that so many threads take at once, one each, again and again.
+int64_t rounds(int64_t units, int64_t threads) { return ceil_div(units, threads); }
+
+// Whether threads work for at least 7/8 of the time until the last of the units is done.
+bool end_together(int64_t units, int64_t threads) {
+  return 7 * rounds(units, threads) * threads <= 8 * units;
+}
+
 // Rows of a product that is made by tables of sums: if each thread has as many as are worth the
 // building, of the blocks of tokens that are made at once. Else 0.
 int64_t table_rows_of(const KernelTable& table, const ProductShape& s, int64_t threads) {
@@ -43,6 +51,17 @@ int64_t table_rows_of(const KernelTable& table, const ProductShape& s, int64_t t
   if (all.scratch_bytes == 0) return 0;
   const int64_t of_thread = rows * ceil_div(s.tokens, all.tokens) / threads;
   return table.table_blocking(s.tokens, of_thread, s.grouped).scratch_bytes == 0 ? 0 : rows;
+}
+
+// In how many parts these rows are cut, so that threads have equally many parts of a block of
+// tokens.
+int64_t table_parts(const KernelTable& table, const ProductShape& s, int64_t threads) {
+  const int64_t rows = s.row_blocks * s.block_rows;
+  const ProductBlocking blocking = table.table_blocking(s.tokens, rows, s.grouped);
+  const int64_t token_blocks = ceil_div(s.tokens, blocking.tokens);
+  int64_t parts = ceil_div(rows, blocking.rows);
+  while (!end_together(parts * token_blocks, threads)) ++parts;
+  return parts;
 }
 
 // Memory of this thread for the kernels, made at its first product by tables: a plan does not know
@@ -56,15 +75,7 @@ void* thread_scratch(int64_t bytes) {
   }
 }
 
-// Units of equal work that so many threads take at once, one each, again and again.
-int64_t rounds(int64_t units, int64_t threads) { return ceil_div(units, threads); }
-
 constexpr int64_t kMostPartTokens = 32;
-
-// Whether threads work for at least 7/8 of the time until the last of the units is done.
-bool end_together(int64_t units, int64_t threads) {
-  return 7 * rounds(units, threads) * threads <= 8 * units;
-}
 
 }  // namespace
 
@@ -75,8 +86,9 @@ bool end_together(int64_t units, int64_t threads) {
 ProductCut cut_for(const KernelTable& table, const ProductShape& s, int64_t threads) {
   constexpr int64_t kLeastTokens = 16, kMostParts = 8, kUnitsPerThread = 8;
   const int64_t table_rows = table_rows_of(table, s, threads);
-  // each thread has so many rows of tables that claims of equal parts end together
-  if (threads == 1 || table_rows != 0) return {.table_rows = table_rows};
+  if (table_rows != 0)
+    return {.table_rows = table_rows, .row_parts = table_parts(table, s, threads)};
+  if (threads == 1) return {};
   const ProductBlocking blocking = blocking_of(table, s.tokens, s.k, s.grouped, 0);
   ProductCut best{ceil_div(s.tokens, blocking.tokens), 1};
   int64_t most = best.token_blocks * s.row_blocks;  // units of the best
@@ -152,6 +164,10 @@ Product::Product(const KernelTable& table, const QuantizedTokens& x, const Proje
     most_block_rows_ = std::max(most_block_rows_, projections[i].weight->block_rows);
     all_finished_ = all_finished_ && finishes(*projections[i].weight);
   }
+  if (blocking_.even_rows)
+    blocking_.rows =
+        std::min(blocking_.rows,
+                 even_part(row_blocks_, ceil_div(row_blocks_, cut.row_parts)) * most_block_rows_);
 }
 
 ClaimRule Product::claim() const {

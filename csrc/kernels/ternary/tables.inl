@@ -8,7 +8,7 @@
 // added to sums of 32 bits. All of it is exact, so results equal those of a product.
 
 constexpr int64_t kTableBlocks = 4;        // blocks of tokens that share the lines of rows
-constexpr int64_t kTableRows = 2048;       // at most, of a call: their sums lie in L2
+constexpr int64_t kTableRows = 2048;       // of all blocks, at most: their sums lie in L2
 constexpr int64_t kTableGroupRows = 1024;  // likewise, with scales of groups
 
 // ---- a job --------------------------------------------------------------------------------------
@@ -32,13 +32,13 @@ constexpr int64_t table_call_tokens() {
 constexpr int64_t table_rows_padded(int64_t rows) { return (rows + 15) / 16 * 16; }
 
 template <class U>
-constexpr int64_t table_scratch_bytes(int64_t rows) {
+constexpr int64_t table_scratch_bytes(int64_t rows, int64_t blocks) {
   const int64_t tables = (kTablesAtOnce * kTableSums + 2 * kTableDamaged) * U::kTokens * 2;
   const int64_t lines = 2 * kTablesAtOnce * 2 * rows;
   const int64_t block = rows * U::kTokens * 6 + kTableSpanK * U::kTokens;
   const int64_t steps = layout::kTileMaxK / layout::kTileStepK;
   const int64_t beside = U::kBeside == 0 ? 0 : steps * (2 * kStepBytes + 4 * U::kBeside);
-  return tables + lines + kTableBlocks * block + beside + 4096;
+  return tables + lines + blocks * block + beside + 4096;
 }
 
 // Adds 32 k to the sums of a block: h says which half of its words. Returns the magnitudes.
@@ -275,7 +275,8 @@ inline int64_t for_table_parts(TableInput in, int64_t tokens, int64_t tiles, int
 template <class U>
 ProductBlocking blocking_by_tables(int64_t tokens, int64_t rows, bool grouped) {
   if (tokens < U::kFromTokens || rows < U::kFromRows) return {};
-  const int64_t most = grouped ? kTableGroupRows : kTableRows;
+  const int64_t blocks = tokens <= U::kTokens ? 1 : kTableBlocks;
+  const int64_t most = (grouped ? kTableGroupRows : kTableRows) * (kTableBlocks / blocks);
   return {.tokens = table_call_tokens<U>(),
           .rows = most,
           .claim_parts = 1,
@@ -283,5 +284,5 @@ ProductBlocking blocking_by_tables(int64_t tokens, int64_t rows, bool grouped) {
           .tokens_outermost = true,
           .finishes_sums = true,
           .even_rows = true,
-          .scratch_bytes = table_scratch_bytes<U>(most + layout::kMostBlockRows)};
+          .scratch_bytes = table_scratch_bytes<U>(most + layout::kMostBlockRows, blocks)};
 }
