@@ -108,7 +108,7 @@ class TableTest {
 
  private:
   Arena weight_{64 * 32768 * 16}, x_{300 * 2600 + 64 * 33000}, scales_{4096 * 4}, x_scales_{4096},
-      scratch_{8 << 20}, out_{300 * 700 * 4};
+      scratch_{8 << 20}, out_{300 * 1300 * 4};
 };
 
 // Tiles of at least `rows` rows.
@@ -159,6 +159,26 @@ TEST(all_counts) {
   });
 }
 
+// Few tokens share the rows with the multipliers, many are shared themselves: around every number
+// of blocks, with rows enough that the building of tables pays.
+TEST(every_cut) {
+  TableTest test;
+  for_each_form([&](const KernelTable& table, int64_t fields) {
+    const int64_t step = thinning(table) > 1 ? 13 : 1;
+    const Problem p = random_problem(table, fields, 190, tiles_for(table, fields, 1200), 290);
+    for (int64_t tokens = 8; tokens <= 72; tokens += step)
+      test.run(table, p, tokens, tokens % 3, {.rows_missing = tokens % 40});
+    for (const int64_t blocks : {3, 4, 5, 6, 7, 8}) {
+      for (const int64_t more : {-1, 0, 1, 18}) test.run(table, p, 32 * blocks + more, 1);
+    }
+    test.run(table, p, 290, 0);
+    for (const StoreKind kind : {StoreKind::kStore, StoreKind::kAdd}) {
+      const Stored as{kind, DType::kBF16, true, true, 5};
+      for (const int64_t tokens : {13, 18, 31, 50, 130}) test.run(table, p, tokens, 2, as);
+    }
+  });
+}
+
 // All that is added has one sign and the largest magnitude, or swings with the parts of K after
 // which sums are widened.
 TEST(worst_cases) {
@@ -177,6 +197,12 @@ TEST(worst_cases) {
           test.run(table, p, tokens, 0);
         }
       }
+      // rows are shared, so the multipliers' sums are these as well
+      const Problem many = make_problem(
+          table, fields, 2048, tiles_for(table, fields, 1200), 24,
+          [](int64_t n, int64_t) { return n < 600 ? 0 : 2; },
+          [](int64_t t, int64_t) { return static_cast<int8_t>(t % 2 == 0 ? 127 : -128); });
+      for (const int64_t few : {16, 24}) test.run(table, many, few, 0);
       const Problem swing = make_problem(
           table, fields, k, tiles, tokens,
           [](int64_t, int64_t i) { return i / 256 % 2 == 0 ? 2 : 0; },
