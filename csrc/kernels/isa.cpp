@@ -5,8 +5,6 @@
 //   BITNET_ISA_FEATURES     bits of features.h, 0 where its instructions are emulated
 //   BITNET_ISA_DESCRIPTION  one line for people
 // Exports one symbol, table().  Must not know which CPU runs: dispatch.cpp does.
-#include <type_traits>
-
 #include "format/layout.h"
 #include "kernels/features.h"
 #include "kernels/kernel_table.h"

@@ -305,6 +305,10 @@ TEST(every_size) {
       // full
       if (thinning(table) > 1 && group != 128) continue;
       check_size(table, 1100, 72, 33, group);
+      if (thinning(table) == 1) {
+        check_size(table, 1100, 140, 18, group);
+        check_size(table, 1100, 72, 75, group);
+      }
       check_size(table, 290, 200, 16, group);
       check_size(table, 270, 64, 70, group);
     }

@@ -77,7 +77,8 @@ template <class Unit, int R, int B, class Values>
                                               int64_t step, int64_t j, F32x16 (&sums)[R * B]) {
   F32x16 even[R * B], odd[R * B];
   clear(even), clear(odd);
-  // The bounds stand outside the loops: with the sum in the condition, GCC loses the pragma under the sanitizers.
+  // Bounds stand outside the loops: with a sum in the condition GCC loses the pragma where it is
+  // sanitized.
   const int64_t group_end = (j + kPairGroup) / 2;
 #pragma GCC unroll 1
   for (int64_t p = j / 2; p < group_end; p += kPanelPositions / 2) {

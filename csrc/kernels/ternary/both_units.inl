@@ -99,7 +99,7 @@ struct TileProduct {
   const uint8_t* w;
   const int8_t* x;
   int64_t x_stride;
-  bool first;  // nothing in `sums`
+  bool first;            // nothing in `sums`
   const uint8_t* ahead;  // of the next tile, what is asked for meanwhile, so far apart at each step
   int64_t ahead_step;
   TileSums<D> sums;

@@ -250,7 +250,7 @@ inline int64_t for_table_parts(TableInput in, int64_t tokens, int64_t tiles, int
     const int64_t left = tokens - done < kOnce ? tokens - done : kOnce;
     TableCut cut = cut_table_job<Wide>(left, tiles, tile_rows);
     bool narrow = false;
-    if constexpr (!std::is_same_v<Narrow, Wide>) {
+    if constexpr (Narrow::kTokens != Wide::kTokens) {
       const TableCut other = cut_table_job<Narrow>(left, tiles, tile_rows);
       narrow = other.tokens == cut.tokens && other.cost < cut.cost;
       if (narrow) cut = other;
