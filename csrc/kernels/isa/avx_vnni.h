@@ -138,11 +138,12 @@ inline F32x16 head4_float(const Head4Acc& acc, int32_t offset) {
   return head4_less(head4_total(acc.lo), head4_total(acc.hi), offset);
 }
 
-BITNET_OVERRIDES(SumTables, kFlushSteps, kGemvStreams, Partial, kDotInTwoSteps, dot, widen, kTokensOfTwoSets,
-                 kRowPanelFrom, kRowPanelFlush, tile_dot, kHeadStreams, kHead4Streams,
-                 kHeadPairRows, head_distance, kHead8Step, kHead8FlushSteps, kHead8Unroll,
-                 kHead8Rows, kHead8Tokens, kHead8Offset, Head8Weights, Head8Acc, head8_weights,
-                 head8_dot, head8_add, head8_sum, kHead4Tokens, Head4Acc, head4_block, head4_float)
+BITNET_OVERRIDES(SumTables, kFlushSteps, kGemvStreams, Partial, kDotInTwoSteps, dot, widen,
+                 kTokensOfTwoSets, kRowPanelFrom, kRowPanelFlush, tile_dot, kHeadStreams,
+                 kHead4Streams, kHeadPairRows, head_distance, kHead8Step, kHead8FlushSteps,
+                 kHead8Unroll, kHead8Rows, kHead8Tokens, kHead8Offset, Head8Weights, Head8Acc,
+                 head8_weights, head8_dot, head8_add, head8_sum, kHead4Tokens, Head4Acc,
+                 head4_block, head4_float)
 
 }  // namespace
 }  // namespace bitnet::BITNET_ISA
