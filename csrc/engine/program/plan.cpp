@@ -256,6 +256,7 @@ void prepare_step(StepState& state, const Program& program, int64_t program_id, 
   }
   s.filled_pages.clear();
   if (program.chooses_pages()) find_filled_pages(batch.slots, batch.tokens, s.filled_pages);
+  if (state.key.program != program_id) state.screen = {};
   s.screens = batch.best_only && batch.tokens == 1 && batch.logit_count == 1 &&
               program.head().screen != nullptr && state.screen.next();
   s.best = 0;

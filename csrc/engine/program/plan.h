@@ -265,7 +265,7 @@ struct StepState {
   PlanKey key;              // of the plan, if it can be used again
   bool keeps_plan = false;  // whether it can
   bool unfilled = false;    // whether no stage of the plan fills x
-  ScreenUse screen;
+  ScreenUse screen;         // of the program of `key`
   int64_t cells = 0;  // of Step::parts
   int64_t built = 0;  // plans so far
 };
