@@ -1,37 +1,13 @@
 // The screen of an int8 head: its upper six bits against one token, and from them the largest that
 // each logit can be. Contract: head_screen in kernel_table.h. Uses dense.inl and int8.inl.
 
-// The codes of a step of features, 0..63, of the kLine-th 64 of a block. Three lines hold those of
-// 64 features each in their lower six bits and, in the upper two bits of all three, those of the
-// last 64.  p: the block's byte of the step's first feature in a line.
-template <int kLine>
-[[gnu::always_inline]] inline Head8Weights screen_codes(const uint8_t* p) {
-  using Bytes [[gnu::vector_size(kHead8Step)]] = uint8_t;
-  using Words [[gnu::vector_size(kHead8Step)]] = uint16_t;
-  Bytes codes;
-  if constexpr (kLine < 3) {
-    __builtin_memcpy(&codes, p + 64 * kLine, sizeof codes);
-    codes &= 63;
-  } else {
-    Words a, b, c;
-    __builtin_memcpy(&a, p, sizeof a);
-    __builtin_memcpy(&b, p + 64, sizeof b);
-    __builtin_memcpy(&c, p + 128, sizeof c);
-    a = ((a >> 6) & 0x0303) | ((b >> 4) & 0x0c0c) | ((c >> 2) & 0x3030);
-    codes = __builtin_bit_cast(Bytes, a);
-  }
-  alignas(64) int8_t bytes[kHead8Step];  // which most compilers keep in a register
-  __builtin_memcpy(bytes, &codes, sizeof codes);
-  return head8_weights(bytes);
-}
-
 // Sums of the codes of R rows, `step` bytes apart.
 template <int R, class A>
 [[gnu::always_inline]] inline void screen_tile(const uint8_t* w, int64_t step, int64_t blocks,
                                                const HeadToken& x, A ahead, int64_t (&sums)[R][1]) {
   constexpr int64_t kFeatures = layout::kScreenFeatures, kBytes = layout::kScreenBytes;
   constexpr int64_t kFlush = kHead8FlushSteps * kHead8Step / kFeatures;
-  static_assert(kFlush > 0 && kFeatures % kHead8Step == 0);
+  static_assert(kFlush > 0);
   for (int r = 0; r < R; ++r) sums[r][0] = 0;
   for (int64_t begin = 0; begin < blocks; begin += kFlush) {
     const int64_t end = blocks - begin < kFlush ? blocks : begin + kFlush;
@@ -39,15 +15,12 @@ template <int R, class A>
     head8_clear(acc);
     for (int64_t block = begin; block < end; ++block) {
       repeat<4>([&]<int kLine>() BITNET_INLINE_LAMBDA {
+        const int64_t i = block * kFeatures + 64 * kLine;
 #pragma GCC unroll 4
-        for (int64_t i = 0; i < 64; i += kHead8Step) {
-          const auto v_x = head8_token(x, block * kFeatures + 64 * kLine + i);
-#pragma GCC unroll 4
-          for (int r = 0; r < R; ++r) {
-            const uint8_t* p = w + r * step + block * kBytes;
-            if (kLine < 3 && i == 0) ahead(p + 64 * kLine);
-            acc[r][0][0] = head8_dot(acc[r][0][0], screen_codes<kLine>(p + i), v_x);
-          }
+        for (int r = 0; r < R; ++r) {
+          const uint8_t* p = w + r * step + block * kBytes;
+          if constexpr (kLine < 3) ahead(p + 64 * kLine);
+          acc[r][0][0] = screen_dot<kLine>(acc[r][0][0], p, x, i);
         }
       });
     }
