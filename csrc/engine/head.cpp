@@ -193,18 +193,24 @@ void screen_rows(const KernelTable& table, const HeadView& head, int64_t row_beg
 
 int64_t reaching_rows(const KernelTable& table, const HeadView& head, int64_t row_begin,
                       int64_t row_end, const HeadInput& input, float least, float* out) {
+  constexpr int64_t kChunk = 64;  // most have no such row
   int64_t count = 0;
-  for (int64_t n = row_begin; n < row_end;) {
-    const auto reaches = [&](int64_t row) { return !(out[row - row_begin] < least); };  // or a NaN
-    if (!reaches(n)) {
-      out[n++ - row_begin] = -std::numeric_limits<float>::infinity();
+  for (int64_t begin = row_begin; begin < row_end; begin += kChunk) {
+    const int64_t last = std::min(begin + kChunk, row_end);
+    float* const bounds = out + begin - row_begin;
+    if (table.max_row(bounds, last - begin) < least) {
+      std::fill_n(bounds, last - begin, -std::numeric_limits<float>::infinity());
       continue;
     }
-    int64_t end = n + 1;
-    while (end < row_end && reaches(end)) ++end;
-    head_rows(table, head, n, end, input, 1, out + n - row_begin, 0);
-    count += end - n;
-    n = end;
+    for (int64_t n = begin; n < last; ++n) {
+      float& logit = bounds[n - begin];
+      if (logit < least) {
+        logit = -std::numeric_limits<float>::infinity();
+      } else {  // or a NaN
+        head_rows(table, head, n, n + 1, input, 1, &logit, 0);
+        ++count;
+      }
+    }
   }
   return count;
 }

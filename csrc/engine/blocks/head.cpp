@@ -130,13 +130,14 @@ class Screen final : public StageWork {
     float* const out = step.batch.out;
     const StageInput& own = step.own[slot];
     screen_rows(*step.table, head, first, last, own.head.tokens[0], own.bound, out + first);
-    int64_t best = first;
-    for (int64_t n = first + 1; n < last; ++n) {
-      if (out[n] > out[best]) best = n;
-    }
+    const float largest = step.table->max_row(out + first, last - first);
     // A larger float is a larger number, if the bits of negative ones are turned over.
-    const auto bits = std::bit_cast<uint32_t>(out[best]);
+    const auto bits = std::bit_cast<uint32_t>(largest);
     const uint64_t sorts = bits >> 31 != 0 ? ~bits : bits | uint32_t{1} << 31;
+    if (step.best >> 32 >= sorts) return;
+    int64_t best = first;
+    while (best < last && out[best] != largest) ++best;
+    if (best == last) return;  // a NaN, which says nothing of other rows
     const uint64_t mine = sorts << 32 | static_cast<uint64_t>(best);
     uint64_t before = step.best;
     while (before < mine && !step.best.compare_exchange_weak(before, mine)) {

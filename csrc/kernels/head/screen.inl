@@ -42,7 +42,7 @@ void head_screen(const uint8_t* screen, const int32_t* far, const float* scale, 
         // 2 w = 8 code - 253 + d, d one of -3, -1, 1, 3. Each rounding below is monotone and is
         // one of head_int8, so that a bound of the sum becomes one of the logit.
         const int64_t at = n + r * part, row = row_begin + at;
-        const int64_t twice = 8 * (sums[r][0] - kHead8Offset * x.sum) - 253 * x.sum;
+        const int64_t twice = 8 * sums[r][0] - 253 * x.sum;
         const int64_t most = bound.all + bound.far * far[row];
         const float factor = scale[row] * x.scale;
         const int64_t sum = factor < 0.0f ? (twice - most + 1) >> 1 : (twice + most) >> 1;

@@ -335,7 +335,8 @@ template <class A, int N>
 }
 
 // The products of the kLine-th 64 codes of a screen's block at p (format/layout.h) with a token
-// from feature i on, added as head8_dot adds them. In the compiler's own vectors.
+// from feature i on, added as head8_dot adds them, without an offset. In the compiler's own
+// vectors.
 template <int kLine, class A>
 [[gnu::always_inline]] inline A screen_dot(A acc, const uint8_t* p, const HeadToken& x, int64_t i) {
   using Bytes [[gnu::vector_size(kHead8Step)]] = uint8_t;
@@ -354,7 +355,8 @@ template <int kLine, class A>
       a = ((a >> 6) & 0x0303) | ((b >> 4) & 0x0c0c) | ((c >> 2) & 0x3030);
       codes = __builtin_bit_cast(Bytes, a);
     }
-    alignas(64) int8_t bytes[kHead8Step];  // which most compilers keep in a register
+    if constexpr (kHead8Offset != 0) codes ^= 128;  // which head8_weights undoes
+    alignas(64) int8_t bytes[kHead8Step];           // which most compilers keep in a register
     __builtin_memcpy(bytes, &codes, sizeof codes);
     acc = head8_dot(acc, head8_weights(bytes), head8_token(x, i + j));
   }
