@@ -266,8 +266,8 @@ struct StepState {
   bool keeps_plan = false;  // whether it can
   bool unfilled = false;    // whether no stage of the plan fills x
   ScreenUse screen;         // of the program of `key`
-  int64_t cells = 0;  // of Step::parts
-  int64_t built = 0;  // plans so far
+  int64_t cells = 0;        // of Step::parts
+  int64_t built = 0;        // plans so far
 };
 
 // What the stages of a step cost: for benchmarks.
