@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <cstdlib>
 #include <cstring>
+#include <limits>
 
 #include "kernels/dispatch.h"
 #include "runtime/parallel.h"
@@ -169,6 +171,48 @@ void head_rows(const KernelTable& table, const HeadView& head, int64_t row_begin
     case HeadFormat::kTernary:
       return ternary_rows(table, head, row_begin, row_end, input.ternary, tokens, out, out_stride);
   }
+}
+
+ScreenBound bound_of(const HeadToken& token, int64_t k) {
+  // A row's weights are off the middles of their codes by 1/2, or 3/2 where they are far. The sum
+  // of any `far` magnitudes is at most far * t + the sum of all that is above t, whatever t is; it
+  // is least at the median where every second weight is far, and 3/4 of the mean is near that.
+  int64_t sum = 0, above = 0;
+  for (int64_t i = 0; i < k; ++i) sum += std::abs(int{token.wide[i]});
+  const int64_t t = 3 * sum / (4 * k);
+  for (int64_t i = 0; i < k; ++i) above += std::max<int64_t>(std::abs(int{token.wide[i]}) - t, 0);
+  return {sum + 2 * above, 2 * t};
+}
+
+void screen_rows(const KernelTable& table, const HeadView& head, int64_t row_begin, int64_t row_end,
+                 const HeadToken& token, const ScreenBound& bound, float* out) {
+  table.head_screen(head.screen, reinterpret_cast<const int32_t*>(head.screen_row(head.rows)),
+                    static_cast<const float*>(head.scale), head.k, row_begin, row_end, token, bound,
+                    head.ahead, out);
+}
+
+int64_t reaching_rows(const KernelTable& table, const HeadView& head, int64_t row_begin,
+                      int64_t row_end, const HeadInput& input, float least, float* out) {
+  constexpr int64_t kChunk = 64;  // most have no such row
+  int64_t count = 0;
+  for (int64_t begin = row_begin; begin < row_end; begin += kChunk) {
+    const int64_t last = std::min(begin + kChunk, row_end);
+    float* const bounds = out + begin - row_begin;
+    if (table.max_row(bounds, last - begin) < least) {
+      std::fill_n(bounds, last - begin, -std::numeric_limits<float>::infinity());
+      continue;
+    }
+    for (int64_t n = begin; n < last; ++n) {
+      float& logit = bounds[n - begin];
+      if (logit < least) {
+        logit = -std::numeric_limits<float>::infinity();
+      } else {  // or a NaN
+        head_rows(table, head, n, n + 1, input, 1, &logit, 0);
+        ++count;
+      }
+    }
+  }
+  return count;
 }
 
 void lm_head(const HeadView& head, const Rows& x, float* logits) {

@@ -24,6 +24,7 @@ struct HeadView {
   // Of kTernary: a matrix with group scales. Its tokens are 16-bit integers with group scales.
   Weight ternary = {};
   GroupScales ternary_scales = {};
+  const uint8_t* screen = nullptr;  // of kInt8, where it has one
 
   // The smallest number of rows that a thread may take.
   int64_t unit_rows() const {
@@ -32,6 +33,9 @@ struct HeadView {
   }
   int64_t groups() const { return group == 0 ? 0 : (k + group - 1) / group; }
   int64_t row_bytes() const;  // read for one row
+  const uint8_t* screen_row(int64_t row) const {
+    return screen + row * layout::screen_row_bytes(k);
+  }
 };
 
 // Distance and cache level of a head's prefetches on this CPU.
@@ -58,6 +62,16 @@ void prepare_head_token(const KernelTable& table, const HeadView& head, const fl
 // a multiple of unit_rows().  Different ranges may be computed at once.
 void head_rows(const KernelTable& table, const HeadView& head, int64_t row_begin, int64_t row_end,
                const HeadInput& input, int64_t tokens, float* out, int64_t out_stride);
+
+// What bounds the logits of one token's rows by the head's screen.
+ScreenBound bound_of(const HeadToken& token, int64_t k);
+// out[n - row_begin] is at least the logit of row n, or a NaN if that may be one.
+void screen_rows(const KernelTable& table, const HeadView& head, int64_t row_begin, int64_t row_end,
+                 const HeadToken& token, const ScreenBound& bound, float* out);
+// Of rows [row_begin, row_end), whose bounds stand in out: those that reach `least` get their
+// logits, the others -infinity. Returns how many the former are.
+int64_t reaching_rows(const KernelTable& table, const HeadView& head, int64_t row_begin,
+                      int64_t row_end, const HeadInput& input, float least, float* out);
 
 // Logits [x.count, head.rows] of all tokens.
 void lm_head(const HeadView& head, const Rows& x, float* logits);

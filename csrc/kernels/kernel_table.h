@@ -49,6 +49,12 @@ struct HeadToken {
   float scale;
 };
 
+// Bounds what the screen of an int8 head leaves out of a row's product with a token: twice that is
+// at most all + far * (how many weights of the row are far from the middle of their code).
+struct ScreenBound {
+  int64_t all, far;
+};
+
 // A product of the tiles of a CPU-specific layout (format/layout.h) with int8 tokens.
 struct TileJob {
   layout::WeightFormat format;  // kTwoBit or kBase3
@@ -447,6 +453,12 @@ struct KernelTable {
   void (*head_int8)(const int8_t* weight, const float* scale, int64_t k, int64_t row_begin,
                     int64_t row_end, const HeadToken* x, int64_t tokens, Prefetch ahead, float* out,
                     int64_t out_stride);
+  // out[n - row_begin] is at least what head_int8 gives for the same token, x.sum and x.scale
+  // included, and a NaN where that may be one; layout "screen" of format/layout.h. All of x up to
+  // head_padded_k(k) is read.
+  void (*head_screen)(const uint8_t* screen, const int32_t* far, const float* scale, int64_t k,
+                      int64_t row_begin, int64_t row_end, const HeadToken& x, ScreenBound bound,
+                      Prefetch ahead, float* out);
   // int4: layout "head int4" of format/layout.h; acc = fma(float(sum of a group), its scale, acc),
   // groups ascending, from 0; then acc * x.scale.  row_begin: a multiple of 16.
   void (*head_int4)(const uint8_t* weight, const uint16_t* scale, int64_t groups, int64_t group,
@@ -505,9 +517,10 @@ struct KernelTable {
   .finish_attention = finish_attention, .conv_silu_row = conv_silu_row,                           \
   .delta_gates_row = delta_gates_row, .delta_rule = delta_rule, .delta_replay = delta_replay,     \
   .head_dense = head_dense, .score_rows = score_rows, .dense_tiles = dense_tiles,                 \
-  .head_int8 = head_int8, .head_int4 = head_int4, .head_quantize_token = head_quantize_token,     \
-  .head_quantize_int8 = head_quantize_int8, .head_quantize_int4 = head_quantize_int4,             \
-  .max_row = max_row, .exp_row = exp_row, .split_row = split_row, .find_row = find_row,           \
-  .probe_read = probe_read, .probe_int8_peak = probe_int8_peak
+  .head_int8 = head_int8, .head_screen = head_screen, .head_int4 = head_int4,                     \
+  .head_quantize_token = head_quantize_token, .head_quantize_int8 = head_quantize_int8,           \
+  .head_quantize_int4 = head_quantize_int4, .max_row = max_row, .exp_row = exp_row,               \
+  .split_row = split_row, .find_row = find_row, .probe_read = probe_read,                         \
+  .probe_int8_peak = probe_int8_peak
 
 }  // namespace bitnet

@@ -119,7 +119,7 @@ Tensor model_step(const Tensor& x_in, const Tensor& program_handle,
                   const Tensor& slot_mapping, const Tensor& query_start_loc, const Tensor& seq_lens,
                   const Tensor& block_table, const Tensor& logit_rows, int64_t out_features,
                   const std::optional<Tensor>& adapters, std::string layout,
-                  const std::optional<Tensor>& state_steps) {
+                  const std::optional<Tensor>& state_steps, bool best_only) {
   const Check check("model_step");
   thread_local engine::StepState state;
   thread_local Tokens tokens;
@@ -189,7 +189,8 @@ Tensor model_step(const Tensor& x_in, const Tensor& program_handle,
                       .sequences = tokens.sequences.view(),
                       .adapters = adapted ? tokens.adapters.data() : nullptr,
                       .pool = caches.pool(),
-                      .out = mutable_data<float>(logits)};
+                      .out = mutable_data<float>(logits),
+                      .best_only = best_only};
   if (stated) {
     batch.states = states->first();
     batch.state_steps = tokens.state_steps.data();

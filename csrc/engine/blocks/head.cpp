@@ -3,6 +3,11 @@
 //
 //   norm weight            names: the last norm; the matrix, which may be the embedding
 //   vocab                  rows of the matrix
+//
+// Of an int8 matrix that has a screen, a step that wants one best token reads the screen first and
+// then the rows that can be the best.
+#include <bit>
+
 #include "engine/blocks/blocks.h"
 #include "engine/program/plan.h"
 
@@ -72,8 +77,11 @@ class Logits final : public StageWork {
   }
   void prepare(int64_t slot) const override {
     if (step_.splits_norms) return;
-    const StageInput& own = step_.own[slot];
+    StageInput& own = step_.own[slot];
     for (int64_t j = 0; j < rows_.count; ++j) enter(j, own.row, own);
+    if (!step_.screens) return;
+    const auto row = static_cast<int64_t>(step_.best & 0xffffffff);
+    head_rows(*step_.table, head_, row, row + 1, own.head, 1, &own.least, 0);
   }
   int64_t units() const override {
     return rows_.count == 0 ? 0 : (head_.rows + unit_rows(head_) - 1) / unit_rows(head_);
@@ -81,13 +89,20 @@ class Logits final : public StageWork {
   void run(int64_t begin, int64_t end, int64_t slot) const override {
     const StageInput& from = step_.splits_norms ? step_.shared : step_.own[slot];
     const int64_t unit = unit_rows(head_), first = begin * unit;
-    head_rows(*step_.table, head_, first, std::min(end * unit, head_.rows), from.head, rows_.count,
-              step_.batch.out + first, head_.rows);
+    const int64_t last = std::min(end * unit, head_.rows);
+    float* const out = step_.batch.out + first;
+    if (step_.screens) {
+      step_.remaining +=
+          reaching_rows(*step_.table, head_, first, last, from.head, from.least, out);
+    } else {
+      head_rows(*step_.table, head_, first, last, from.head, rows_.count, out, head_.rows);
+    }
   }
   const void* weights_of(int64_t unit) const override {
     return offset_bytes(head_.weight, unit * unit_rows(head_) * head_.row_bytes());
   }
   const Step& step() const { return step_; }
+  const HeadView& head() const { return head_; }
 
  private:
   const Step& step_;
@@ -95,6 +110,45 @@ class Logits final : public StageWork {
   HeadView head_;
   Norm norm_;
   Signs signs_;
+};
+
+// Bounds of the logits of the only row, in their place, and the largest of them.
+class Screen final : public StageWork {
+ public:
+  explicit Screen(const Logits* logits) : logits_(*logits) {}
+
+  void prepare(int64_t slot) const override {
+    StageInput& own = logits_.step().own[slot];
+    logits_.enter(0, own.row, own);
+    own.bound = bound_of(own.head.tokens[0], logits_.head().k);
+  }
+  void run(int64_t begin, int64_t end, int64_t slot) const override {
+    const Step& step = logits_.step();
+    const HeadView& head = logits_.head();
+    const int64_t unit = unit_rows(head), first = begin * unit;
+    const int64_t last = std::min(end * unit, head.rows);
+    float* const out = step.batch.out;
+    const StageInput& own = step.own[slot];
+    screen_rows(*step.table, head, first, last, own.head.tokens[0], own.bound, out + first);
+    const float largest = step.table->max_row(out + first, last - first);
+    // A larger float is a larger number, if the bits of negative ones are turned over.
+    const auto bits = std::bit_cast<uint32_t>(largest);
+    const uint64_t sorts = bits >> 31 != 0 ? ~bits : bits | uint32_t{1} << 31;
+    if (step.best >> 32 >= sorts) return;
+    int64_t best = first;
+    while (best < last && out[best] != largest) ++best;
+    if (best == last) return;  // a NaN, which says nothing of other rows
+    const uint64_t mine = sorts << 32 | static_cast<uint64_t>(best);
+    uint64_t before = step.best;
+    while (before < mine && !step.best.compare_exchange_weak(before, mine)) {
+    }
+  }
+  const void* weights_of(int64_t unit) const override {
+    return logits_.head().screen_row(unit * unit_rows(logits_.head()));
+  }
+
+ private:
+  const Logits& logits_;
 };
 
 class LogitNorms final : public StageWork {
@@ -118,7 +172,8 @@ void HeadBlock::append(PlanBuilder& plan) const {
   const auto* logits = plan.make<Logits>(step, plan.rows(), view_, norm_, signs_);
   if (step.splits_norms)
     plan.add({"norm head", plan.make<LogitNorms>(logits), plan.rows().count, {1, 64}});
-  plan.add({"head", logits, logits->units(), {1, 64}, true});
+  if (step.screens) plan.add({"screen", plan.make<Screen>(logits), logits->units(), {1, 64}, true});
+  plan.add({"head", logits, logits->units(), {1, 64}, !step.screens});
 }
 
 }  // namespace

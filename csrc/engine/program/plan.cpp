@@ -256,8 +256,13 @@ void prepare_step(StepState& state, const Program& program, int64_t program_id, 
   }
   s.filled_pages.clear();
   if (program.chooses_pages()) find_filled_pages(batch.slots, batch.tokens, s.filled_pages);
+  if (state.key.program != program_id) state.screen = {};
+  s.screens = batch.best_only && batch.tokens == 1 && batch.logit_count == 1 &&
+              program.head().screen != nullptr && state.screen.next();
+  s.best = 0;
+  s.remaining = 0;
   const bool all_rows = keeps_all(batch);
-  const PlanKey key{program_id, batch.tokens, batch.logit_count, s.partitions, all_rows};
+  const PlanKey key{program_id, batch.tokens, batch.logit_count, s.partitions, all_rows, s.screens};
   // what adapters add is told by the adapters of every token
   const bool plain = s.adapters.with_adapter() == 0;
   if (!(plain && state.keeps_plan && state.key == key)) {
@@ -319,6 +324,7 @@ void run_step(StepState& state, const Program& program, int64_t program_id, cons
   Workspace passing;  // for a long prompt at once: not worth keeping
   prepare_step(state, program, program_id, batch, 0, passing);
   state.executor.run(state.step.partitions, state.plan);
+  if (state.step.screens) state.screen.learn(state.step.remaining, program.head().rows);
   zero_counts() = {};
   for (int64_t p = 0; p < state.step.partitions; ++p) {
     if (const ZeroCount* zeros = state.step.own[p].zeros; zeros != nullptr) {

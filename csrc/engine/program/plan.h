@@ -7,6 +7,7 @@
 // equal bit for bit.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <memory>
 #include <type_traits>
@@ -42,6 +43,8 @@ struct Batch {
   DeltaStates states{};                    // of the first block with states
   const StateStep* state_steps = nullptr;  // of each sequence
   float* out = nullptr;                    // [logit_count, Program::out_features()]
+  // Whether only the best token is wanted: logits of others may be -infinity.
+  bool best_only = false;
 };
 
 // Inputs of products that may leave some out, and how many they left out.
@@ -60,6 +63,8 @@ struct StageInput {
   CodeList list;            // of the one token of a step
   ZeroCount* zeros;         // of the thread, in this step
   HeadInput head;           // what the output head multiplies by
+  ScreenBound bound;        // of the head's one token, where a screen is read
+  float least;              // a logit that the best token reaches, likewise
   float* attention;         // [AttentionPlans::thread_floats()], a thread's own
 };
 
@@ -79,7 +84,12 @@ struct Step {
   // Tokens with an adapter: of all, and of those whose logits are wanted.
   AdapterGroups adapters, kept_adapters;
   int64_t most_rank = 0;  // of the adapters of the step
-  float* x = nullptr;     // [tokens, hidden], the residual stream
+  bool screens = false;   // whether the head reads its screen first
+  // The largest bound of a logit so far, as a number that sorts like it, and its row in the lower
+  // half; and how many logits were computed.
+  mutable std::atomic<uint64_t> best{0};
+  mutable std::atomic<int64_t> remaining{0};
+  float* x = nullptr;  // [tokens, hidden], the residual stream
   // [logit_count, hidden]: the same behind the last block that mixes tokens; x itself where every
   // token's logits are wanted.
   float* kept = nullptr;
@@ -223,8 +233,25 @@ class PlanBuilder {
 // What decides a plan of tokens without adapters, but for the lengths of sequences.
 struct PlanKey {
   int64_t program = 0, tokens = 0, logit_count = 0, partitions = 0;
-  bool all_rows = false;
+  bool all_rows = false, screens = false;
   bool operator==(const PlanKey&) const = default;
+};
+
+// Whether a screen is worth reading, by the rows that remained of late: where more than an eighth
+// of them do on average, the whole head is read for so many steps.
+class ScreenUse {
+ public:
+  bool next() { return whole_ == 0 || --whole_ == 0; }
+  void learn(int64_t remaining, int64_t rows) {
+    average_ = (7 * average_ + remaining) / 8;
+    if (average_ <= rows / 8) return;
+    average_ = 0;
+    whole_ = kWhole;
+  }
+
+ private:
+  static constexpr int64_t kWhole = 100;
+  int64_t average_ = 0, whole_ = 0;
 };
 
 // What a thread keeps between its steps: a step of the same program and size builds and allocates
@@ -238,6 +265,7 @@ struct StepState {
   PlanKey key;              // of the plan, if it can be used again
   bool keeps_plan = false;  // whether it can
   bool unfilled = false;    // whether no stage of the plan fills x
+  ScreenUse screen;         // of the program of `key`
   int64_t cells = 0;        // of Step::parts
   int64_t built = 0;        // plans so far
 };

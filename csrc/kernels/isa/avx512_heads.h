@@ -49,6 +49,21 @@ inline Head8Token head8_token(const HeadToken& x, int64_t i) {
 inline Head8Acc head8_dot(Head8Acc acc, Head8Weights w, const Head8Token& x) {
   return {add_dot(acc.high, w, x.high), add_dot(acc.low, w, x.low)};
 }
+template <int kLine>
+[[gnu::always_inline]] inline Head8Acc screen_dot(Head8Acc acc, const uint8_t* p,
+                                                  const HeadToken& x, int64_t i) {
+  if constexpr (kLine < 3) {
+    const __m512i raw = _mm512_loadu_si512(p + 64 * kLine);
+    return head8_dot(acc, _mm512_and_si512(raw, _mm512_set1_epi8(63)), head8_token(x, i));
+  }
+  constexpr int kFirstOrSecond = 0xca;  // bits of the second operand where the first has ones
+  const __m512i low = _mm512_srli_epi16(_mm512_loadu_si512(p), 6);
+  const __m512i middle = _mm512_srli_epi16(_mm512_loadu_si512(p + 64), 4);
+  const __m512i high = _mm512_srli_epi16(_mm512_loadu_si512(p + 128), 2);
+  __m512i codes = _mm512_ternarylogic_epi32(_mm512_set1_epi8(3), low, middle, kFirstOrSecond);
+  codes = _mm512_ternarylogic_epi32(_mm512_set1_epi8(15), codes, high, kFirstOrSecond);
+  return head8_dot(acc, _mm512_and_si512(codes, _mm512_set1_epi8(63)), head8_token(x, i));
+}
 inline Head8Acc head8_add(Head8Acc a, Head8Acc b) {
   return {_mm512_add_epi32(a.high, b.high), _mm512_add_epi32(a.low, b.low)};
 }
@@ -115,7 +130,7 @@ BITNET_OVERRIDES(kHeadStreams, kHead4Streams, kHeadPairRows, head_distance, kHea
                  kHead8FlushSteps, kHead8Unroll, kHead8Rows, kHead8Tokens, kHead8Offset,
                  Head8Weights, Head8Acc, head8_weights, head8_dot, head8_add, head8_sum,
                  kHead4Tokens, Head4Acc, head4_block, store_i16, head8_token, head8_sums,
-                 head4_float)
+                 screen_dot, head4_float)
 
 }  // namespace
 }  // namespace bitnet::BITNET_ISA

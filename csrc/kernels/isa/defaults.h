@@ -578,6 +578,7 @@ enum LaneDefaults {
   head4_float,
   tile_acc_sum,
   head8_token,
+  screen_dot,
   head8_sums,
 };
 

@@ -90,9 +90,10 @@ _LONGEST_WAIT_S = 0.05  # for the disk, until messages are read again
 class CausalModel(Protocol):
     """What the engine needs of a model.
 
-    `step` gives the logits f32 [rows, V] of `batch.logit_rows`, and writes keys and values into the
-    pool. A model whose weights may change has `weights_version` too, one with LoRA `adapters`, and
-    one with a prefix cache on disk `identity` (Decoder).
+    `step` gives the logits f32 [rows, V] of `batch.logit_rows`, of which `batch.best_only` wants
+    the largest of each row alone, and writes keys and values into the pool. A model whose weights
+    may change has `weights_version` too, one with LoRA `adapters`, and one with a prefix cache on
+    disk `identity` (Decoder).
     """
 
     @property
@@ -619,6 +620,7 @@ class Engine:
                 for s, n in zip(steps, wanted, strict=True)
             ],
             pool.block_size,
+            all(s.request.sampler.best_only for s in steps),
         )
         began = time.perf_counter()
         logits = self.model.step(batch, pool)

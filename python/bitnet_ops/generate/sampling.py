@@ -249,6 +249,12 @@ class Sampler:
             self._uniforms.extend(drawn.tolist())
         return self._uniforms[0]
 
+    @property
+    def best_only(self) -> bool:
+        """Whether the next token is that of the largest logit, and no other logit is wanted."""
+        plain = self.params.greedy and self.params.logprobs is None
+        return plain and self.constraint is None and not self.edits
+
     def add(self, token: int) -> None:
         """The next token is this one."""
         self.edits.add(token)

@@ -199,8 +199,9 @@ def _quantised_head(
     if info.packed or info.shape != spec.shape:
         return reader.tensor(name)  # `build` rejects it
     rows, features = spec.shape
+    row = HEAD_FORMATS[head_format]
     whole = ops.quantize_head(
-        torch.empty(spec.shape, dtype=torch.float32, device="meta"), head_format
+        torch.empty(spec.shape, dtype=torch.float32, device="meta"), row.codes
     )
     arena = Arena(sum(aligned(part.nbytes) for part in whole))
     weight, scale = (arena.take(part.shape, part.dtype) for part in whole)
@@ -210,7 +211,7 @@ def _quantised_head(
     for begin in range(0, rows, _HEAD_ROWS):
         piece = reader.rows(name, begin, min(begin + _HEAD_ROWS, rows))
         try:
-            codes, scales = ops.quantize_head(piece, head_format)
+            codes, scales = ops.quantize_head(piece, row.codes)
         except RuntimeError:
             reader.check_data(name)  # says which element is wrong, where that is the reason
             raise
@@ -218,7 +219,7 @@ def _quantised_head(
         scale[at : at + len(codes)] = scales
         at += len(codes)
         reader.release(name)
-    return HeadWeight(weight, scale, rows, features)
+    return HeadWeight(weight, scale, rows, features, row.screened)
 
 
 def _repack(packed: PackedWeight, format: str, arena: Arena) -> PackedWeight:

@@ -47,6 +47,7 @@ class StepBatch:
         those wanted of every sequence that has so many, in their order (`logit_rounds`).
     adapters: for each sequence.
     state_steps: [sequences, 3], `state` of each; None: of a model without recurrent layers.
+    best_only: whether only the largest logit is wanted; those of other tokens may then be -inf.
     """
 
     token_ids: Tensor
@@ -58,6 +59,7 @@ class StepBatch:
     logit_rows: Tensor
     adapters: tuple[str | None, ...] = ()
     state_steps: Tensor | None = None
+    best_only: bool = False
 
     @property
     def adapter_names(self) -> tuple[str | None, ...]:
@@ -65,7 +67,9 @@ class StepBatch:
         return self.adapters or (None,) * len(self.seq_lens)
 
     @classmethod
-    def of(cls, sequences: Sequence[SequenceStep], block_size: int) -> StepBatch:
+    def of(
+        cls, sequences: Sequence[SequenceStep], block_size: int, best_only: bool = False
+    ) -> StepBatch:
         """The batch of `sequences`, at least one. Raises ValueError for what cannot be run."""
         if not sequences:
             raise ValueError("StepBatch: expected at least one sequence, got none")
@@ -111,6 +115,7 @@ class StepBatch:
             logit_rows=views[5],
             adapters=tuple(s.adapter for s in sequences),
             state_steps=_states_of(sequences),
+            best_only=best_only,
         )
 
     def __repr__(self) -> str:

@@ -29,6 +29,7 @@ class HeadWeight(Tracked):
     Buffers: `weight` F [V, K], or int8 or int4 codes as `ops.quantize_head` returns them, or a
     ternary matrix in any layout, these with their `scale`, else None. The row of id n is the weight
     itself, or code * scale. `signs`: of a matrix that is rotated along K, as BitLinear has them.
+    `screened`: whether programs read an int8 matrix by its screen first (nn/screen.py).
     """
 
     weight: Tensor
@@ -36,13 +37,19 @@ class HeadWeight(Tracked):
     signs: Tensor | None
 
     def __init__(
-        self, weight: Tensor, scale: Tensor | None, out_features: int, in_features: int
+        self,
+        weight: Tensor,
+        scale: Tensor | None,
+        out_features: int,
+        in_features: int,
+        screened: bool = False,
     ) -> None:
         super().__init__()
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
         self.register_buffer("signs", None, persistent=False)
         self.out_features, self.in_features = out_features, in_features
+        self.screened = screened
 
     @classmethod
     def from_dense(
@@ -55,11 +62,12 @@ class HeadWeight(Tracked):
         check_head_format(head_format)
         scale: Tensor | None = None
         rows, features = tensor.shape
-        if HEAD_FORMATS[head_format].quantized:
-            tensor, scale = ops.quantize_head(tensor.detach(), head_format, group_size)
+        row = HEAD_FORMATS[head_format]
+        if row.quantized:
+            tensor, scale = ops.quantize_head(tensor.detach(), row.codes, group_size)
         elif head_format in _DENSE:
             tensor = tensor.to(_DENSE[head_format])
-        return cls(tensor, scale, rows, features)
+        return cls(tensor, scale, rows, features, row.screened)
 
     @classmethod
     def from_packed(cls, packed: PackedWeight) -> HeadWeight:
@@ -73,11 +81,11 @@ class HeadWeight(Tracked):
 
     @property
     def head_format(self) -> str:
-        """What it is now: "int8", "int4", "ternary", "bf16", "float32" or "float16"."""
+        """What it is now: one of HEAD_FORMATS but for "stored", "ternary" or "float16"."""
         if self.scale is None:
             return _NAMES[self.weight.dtype]
         if self.weight.dtype == torch.int8:
-            return "int8"
+            return "int8_screened" if self.screened else "int8"
         return "int4" if self.scale.dtype == torch.bfloat16 else "ternary"
 
     def forward(self, x: Tensor) -> Tensor:

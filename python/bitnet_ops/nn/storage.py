@@ -53,16 +53,24 @@ class HeadFormat:
     """A format of output heads and tied embeddings.
 
     `dtype`: torch's name of what a dense head is cast to; None: as the tensor is.
-    `quantized`: whether `ops.quantize_head` makes it.
+    `quantized`: whether `ops.quantize_head` makes it. `screened`: whether it has a screen beside it
+    (nn/screen.py).
     """
 
     name: str
     dtype: str | None = None
     quantized: bool = False
+    screened: bool = False
+
+    @property
+    def codes(self) -> str:
+        """What `ops.quantize_head` is asked for."""
+        return "int8" if self.screened else self.name
 
 
 _HEADS = (
     HeadFormat("int8", quantized=True),
+    HeadFormat("int8_screened", quantized=True, screened=True),
     HeadFormat("int4", quantized=True),
     HeadFormat("bf16", "bfloat16"),
     HeadFormat("float32", "float32"),

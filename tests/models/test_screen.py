@@ -1,0 +1,174 @@
+"""Heads with a screen: every greedy step takes the token that the whole int8 head gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import bitnet_ops
+from bitnet_ops import ops
+from bitnet_ops.models.step_batch import StepBatch
+from bitnet_ops.nn.head import HeadWeight
+from bitnet_ops.nn.screen import screen_of
+
+STEPS = 10_000
+
+
+class Head:
+    """A program of a head with a screen, behind attention that adds zeros."""
+
+    def __init__(self, weight: Tensor, scale: Tensor, screen: Tensor | None) -> None:
+        rows, k = weight.shape
+        self.rows = rows
+        tensors = {
+            "final.weight": torch.ones(k),
+            "embed.weight": weight,
+            "embed.scale": scale,
+            **({} if screen is None else {"embed.screen": screen}),
+        }
+        tensors["rope.inv_freq"] = torch.ones(8)
+        for name, n, width in (("q", 16, k), ("k", 16, k), ("v", 16, k), ("o", k, 16)):
+            tensors[f"{name}.weight"] = ops.pack(torch.zeros(n, width, dtype=torch.int8))
+            tensors[f"{name}.weight_scale"] = torch.zeros(1)
+        text = (
+            f"model hidden={k} dtype=float32 eps=1e-05\n"
+            "rope name=all dim=16 inv_freq=rope.inv_freq\n"
+            "attention norm=final q=q k=k v=v o=o heads=1 kv_heads=1 head_dim=16 rope=all scale=1\n"
+            f"head norm=final weight=embed vocab={rows}\n"
+        )
+        self.handle = ops.bind_program(text, "\n".join(tensors), list(tensors.values()))
+        self.tensors = tensors
+
+    def step(self, x: Tensor) -> Tensor:
+        zero, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+        pools = [torch.zeros(1, 1, 4, 1, 16) for _ in range(2)]
+        starts, table = torch.tensor([0, 1]), torch.zeros(1, 1, dtype=torch.int64)
+        return ops.model_step(
+            x[None], self.handle, pools, zero, zero, starts, one, table, zero, self.rows,
+            best_only=True,
+        )  # fmt: skip
+
+
+def token_of(logits: Tensor) -> int:
+    """The engine's choice at temperature 0; -1 for a row without a distribution."""
+    zeros, none = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
+    return int(ops.sample_tokens(logits, zeros, none, torch.ones_like(zeros), zeros, zeros))
+
+
+def heads(g: torch.Generator) -> dict[str, tuple[Tensor, Tensor]]:
+    random, scale = ops.quantize_head(torch.randn(1500, 200, generator=g), "int8")
+    tied = random.clone()
+    tied[700:1400] = tied[:700]  # equal rows with equal scales
+    equal = scale.clone()
+    equal[700:1400] = equal[:700]
+    saturated = torch.where(torch.rand(1500, 300, generator=g) < 0.5, 127, -128).to(torch.int8)
+    odd = scale.clone()
+    odd[3::7] *= -1
+    odd[5::11] = 0
+    broken = scale.clone()
+    broken[77], broken[78] = float("nan"), float("inf")
+    demo = bitnet_ops.load().model.head
+    assert demo.scale is not None
+    return {
+        "random": (random, scale),
+        "tied": (tied, equal),
+        "saturated": (saturated, torch.full([1500], 0.01)),
+        "odd scales": (random, odd),
+        "broken": (random, broken),
+        "trained": (demo.weight, demo.scale),
+    }
+
+
+def states(g: torch.Generator, weight: Tensor, count: int) -> Tensor:
+    """Noise, heavy tails, rows of the head itself, few large features, and zeros."""
+    k = weight.shape[1]
+    x = torch.randn(count, k, generator=g)
+    x[1::4] = x[1::4] ** 3
+    rows = torch.randint(len(weight), (len(x[2::4]),), generator=g)
+    x[2::4] = weight[rows].float() + 30 * x[2::4]
+    x[3::8, 5:] *= 1e-3
+    x[7::100] = 0
+    x[50::400, 0] = float("nan")
+    x[51::400, 1] = float("inf")
+    return x
+
+
+def test_ten_thousand_steps_take_the_whole_heads_token() -> None:
+    g = torch.Generator().manual_seed(0)
+    cases = heads(g)
+    for name, (weight, scale) in cases.items():
+        # two programs by turns: neither step knows how many rows remained before
+        plain, screened, remaining = (
+            Head(weight, scale, None),
+            Head(weight, scale, screen_of(weight)),
+            0,
+        )
+        for x in states(g, weight, STEPS // len(cases) + 1):
+            whole, found = plain.step(x), screened.step(x)
+            assert token_of(found) == token_of(whole), name
+            left = found != -torch.inf
+            assert torch.equal(found[left].nan_to_num(), whole[left].nan_to_num()), name
+            remaining += int(left.sum())
+        assert remaining < 0.2 * (STEPS // len(cases)) * plain.rows, name
+
+
+def test_a_screen_is_what_its_layout_says() -> None:
+    g = torch.Generator().manual_seed(1)
+    w = torch.randint(-128, 128, (5, 300), generator=g, dtype=torch.int8)
+    screen = screen_of(w)
+    assert screen_of(w) is screen
+    lines = screen[: 5 * 96].view(torch.uint8).view(5, 2, 3, 64)
+    last = sum((lines[:, :, j] >> 6) << 2 * j for j in range(3))
+    codes = torch.cat([lines & 63, last[:, :, None]], dim=2).view(5, 512)
+    assert torch.equal(codes[:, :300].to(torch.int16) - 32, w.to(torch.int16) >> 2)
+    assert (codes[:, 300:] == 32).all()
+    assert screen[5 * 96 :].tolist() == ((w & 3) % 3 == 0).sum(1).tolist()
+    w[0, 0] += 4
+    assert screen_of(w) is not screen
+
+
+def test_greedy_texts_are_the_same_and_a_changed_head_is_seen() -> None:
+    plain, screened = bitnet_ops.load(), bitnet_ops.load(head_format="int8_screened")
+    assert screened.model.head.head_format == "int8_screened"
+    for options in ({}, {"repetition_penalty": 1.2}, {"temperature": 0.8, "seed": 3}):
+        texts = [lm.generate("In the beginning", max_new_tokens=40, **options)  # type: ignore[arg-type]
+                 for lm in (plain, screened)]  # fmt: skip
+        assert texts[0] == texts[1]
+    for lm in (plain, screened):
+        with torch.no_grad():
+            lm.model.head.weight.copy_(lm.model.head.weight.flip(0))
+    texts = [lm.generate("In the beginning", max_new_tokens=20) for lm in (plain, screened)]
+    assert texts[0] == texts[1]
+
+
+def test_only_steps_of_one_best_token_leave_logits_out() -> None:
+    lm = bitnet_ops.load(head_format="int8_screened")
+    seen: list[tuple[StepBatch, bool]] = []
+    step = lm.model.step
+
+    def watched(batch: StepBatch, pool: object) -> Tensor:
+        logits = step(batch, pool)  # type: ignore[arg-type]
+        seen.append((batch, bool((logits == -torch.inf).any())))
+        return logits
+
+    lm.model.step = watched  # type: ignore[method-assign]
+    for options in ({"logprobs": 1}, {"temperature": 0.5}, {"repetition_penalty": 1.5}):
+        run = lm.engine.start([[5, 6, 7]], bitnet_ops.SamplingParams(**options))  # type: ignore[arg-type]
+        for _ in zip(run, range(4), strict=False):
+            pass
+        run.close()
+        assert not any(left_out for _, left_out in seen), options
+    lm.generate("In the beginning", max_new_tokens=8)
+    assert any(left_out for batch, left_out in seen if batch.best_only)
+
+
+def test_wrong_screens_and_formats_are_rejected() -> None:
+    w, scale = ops.quantize_head(torch.randn(20, 70), "int8")
+    with pytest.raises(RuntimeError, match=r"expected embed.screen .*int32"):
+        Head(w, scale, screen_of(w).float())
+    with pytest.raises(RuntimeError, match=r"expected embed.screen .*\[980\], got \[979\]"):
+        Head(w, scale, screen_of(w)[1:])
+    with pytest.raises(ValueError, match="head_format: expected one of int8, int8_screened, "):
+        bitnet_ops.load(head_format="int6")
+    assert HeadWeight.from_dense(torch.randn(20, 70), "int8").head_format == "int8"
