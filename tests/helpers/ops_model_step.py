@@ -332,6 +332,8 @@ _MODEL_STEP_REJECTIONS: Rejections = [
     ({"logit_rows": lambda a: torch.tensor([0, 6])}, "logit_rows", "rows in [0, 6), got 6"),
     ({"logit_rows": lambda a: torch.tensor([-1, 3])}, "logit_rows", "rows in [0, 6), got -1"),
     ({"logit_rows": lambda a: torch.tensor([[3]])}, "logit_rows", "with 1 dimension"),
+    ({"logit_rows": lambda a: torch.tensor([6]), "best_only": lambda a: True}, "logit_rows",
+     "rows in [0, 6), got 6"),
     ({"logit_rows": lambda a: torch.zeros(7).long()}, "logit_rows", "at most the 6 tokens of x"),
     ({"layout": lambda a: "tiles"}, "layout", '"rows" or "panels", got "tiles"'),
     ({"adapters": lambda a: torch.tensor([0, 0, 9])}, "adapters", "from -1 (none) to"),

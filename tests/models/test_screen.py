@@ -172,3 +172,16 @@ def test_wrong_screens_and_formats_are_rejected() -> None:
     with pytest.raises(ValueError, match="head_format: expected one of int8, int8_screened, "):
         bitnet_ops.load(head_format="int6")
     assert HeadWeight.from_dense(torch.randn(20, 70), "int8").head_format == "int8"
+
+
+def test_a_program_of_a_head_alone_runs() -> None:
+    rows, k = 40, 64
+    weight, scale = ops.quantize_head(torch.randn(rows, k), "int8")
+    tensors = {"final.weight": torch.ones(k), "embed.weight": weight, "embed.scale": scale}
+    text = f"model hidden={k} dtype=float32 eps=1e-05\nhead norm=final weight=embed vocab={rows}\n"
+    handle = ops.bind_program(text, "\n".join(tensors), list(tensors.values()))
+    x, zero = torch.randn(1, k), torch.zeros(1, dtype=torch.int64)
+    one, table = torch.ones(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
+    got = ops.model_step(x, handle, [], zero, zero, torch.tensor([0, 1]), one, table, zero, rows)
+    want = ops.lm_head(ops.rms_norm(x, torch.ones(k), 1e-5), weight, scale, (rows, k))
+    assert torch.equal(got, want)

@@ -134,7 +134,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(HEAD_FORMATS),
         default="int8",
         metavar="FORMAT",
-        help=f"head: {', '.join(HEAD_FORMATS)} (default int8)",
+        help=f"default {', '.join(HEAD_FORMATS)}",
     )
     group.add_argument(
         "--activation-format",
