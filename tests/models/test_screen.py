@@ -182,6 +182,7 @@ def test_a_program_of_a_head_alone_runs() -> None:
     handle = ops.bind_program(text, "\n".join(tensors), list(tensors.values()))
     x, zero = torch.randn(1, k), torch.zeros(1, dtype=torch.int64)
     one, table = torch.ones(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
-    got = ops.model_step(x, handle, [], zero, zero, torch.tensor([0, 1]), one, table, zero, rows)
+    pools = [torch.zeros(0, 1, 4, 1, 16) for _ in range(2)]
+    got = ops.model_step(x, handle, pools, zero, zero, torch.tensor([0, 1]), one, table, zero, rows)
     want = ops.lm_head(ops.rms_norm(x, torch.ones(k), 1e-5), weight, scale, (rows, k))
     assert torch.equal(got, want)
