@@ -24,7 +24,7 @@ constexpr int64_t padded_k(int64_t k) { return blocks_for(k) * kBlockWeights; }
 // Bit position of the code of weight `w` (0..127) inside byte w % 32 of its block.
 constexpr int shift_of(int64_t w) { return static_cast<int>(6 - 2 * (w / kFieldWeights)); }
 
-// Head formats in memory (never in files); FORMAT.md, "Head formats in memory".
+// Head formats in memory (never in files); docs/reference/layouts.md, "Output heads".
 // int8: int8 [V, K] row-major and one float32 scale a row.
 // int4: tiles of 16 rows; groups of 64 or 128 features, the last one padded; a group of a tile is
 // group / 8 lines of 64 bytes.  Line s: bytes 4 r .. 4 r + 3 belong to row r of the tile; byte 4 r

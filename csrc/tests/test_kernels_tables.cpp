@@ -49,7 +49,9 @@ class TableTest {
     const std::vector<float> x_scales = random_floats(random, Flavour::kUnit, tokens);
     const float* w_scale = scales_.place_copy(scales.data(), as.row_scales ? rows : 1, where);
     const float* x_scale = x_scales_.place_copy(x_scales.data(), tokens, where);
-    const ProductBlocking blocking = table.table_blocking(1 << 20, kMostRows, false);
+    // as much as a call of so many tokens gets, or of many
+    ProductBlocking blocking = table.table_blocking(tokens, kMostRows, false);
+    if (blocking.scratch_bytes == 0) blocking = table.table_blocking(1 << 20, kMostRows, false);
     // flush against the page behind it, and aligned as its contract has it
     void* scratch = scratch_.place<char>(blocking.scratch_bytes, {true, 0});
     const int64_t element = as.kind == StoreKind::kStore && as.type != DType::kF32 ? 2 : 4;

@@ -11,6 +11,7 @@ from bitnet_ops import ops
 from bitnet_ops.models.step_batch import StepBatch
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.screen import screen_of
+from isa_control import every_configuration
 
 STEPS = 10_000
 
@@ -111,6 +112,25 @@ def test_ten_thousand_steps_take_the_whole_heads_token() -> None:
             assert torch.equal(found[left].nan_to_num(), whole[left].nan_to_num()), name
             remaining += int(left.sum())
         assert remaining < 0.2 * (STEPS // len(cases)) * plain.rows, name
+
+
+def test_tokens_are_the_whole_heads_on_every_isa_and_thread_count() -> None:
+    g = torch.Generator().manual_seed(1)
+    weight, scale = ops.quantize_head(torch.randn(24_000, 200, generator=g), "int8")
+    weight[20_001] = weight[17]  # in parts of different threads
+    scale[20_001] = scale[17]
+    screen = screen_of(weight)
+    inputs = [*torch.randn(6, 200, generator=g), weight[17].float()]  # the last meets the tie
+    whole = [Head(weight, scale, None).step(x) for x in inputs]
+    for label in every_configuration():
+        head = Head(weight, scale, screen)
+        for x, logits in zip(inputs, whole, strict=True):
+            found = head.step(x)
+            left = found != -torch.inf
+            assert token_of(found) == token_of(logits), label
+            assert torch.equal(found[left], logits[left]), label
+            assert not left.all(), label
+    assert token_of(whole[-1]) == 17
 
 
 def test_a_screen_is_what_its_layout_says() -> None:

@@ -4,6 +4,7 @@
 
 #include <immintrin.h>
 
+#include "kernels/isa/ymm_sums.h"
 #include "kernels/isa/zmm_float.h"
 
 namespace bitnet::BITNET_ISA {
@@ -229,29 +230,12 @@ struct TableSteps {
 };
 
 // 16 tokens of a ymm, for few.
-struct NarrowTables : TableSteps {
+struct NarrowTables : TableSteps, YmmSums {
   using Narrow = NarrowTables;
-  static constexpr int64_t kTokens = 16;
   static constexpr int kBeside = 2;
   static constexpr int64_t kRowCost = 850, kBothCost = 1050, kLinesCost = 140, kBuildCost = 80000;
   static constexpr int64_t kProductCost = 52;
-  using Sums = __m256i;  // int16
 
-  [[gnu::always_inline]] static void keep_order([[maybe_unused]] Sums& v) {
-#if !defined(BITNET_EMULATE)
-    __asm__("" : "+v"(v));
-#endif
-  }
-  static Sums load(const int16_t* p) { return load_half(p); }
-  static void store(int16_t* p, Sums v) { _mm256_store_si256(reinterpret_cast<__m256i*>(p), v); }
-  static Sums zero() { return _mm256_setzero_si256(); }
-  static Sums add(Sums a, Sums b) { return _mm256_add_epi16(a, b); }
-  static Sums sub(Sums a, Sums b) { return _mm256_sub_epi16(a, b); }
-  static Sums negative(Sums v) { return sub(zero(), v); }
-  static Sums magnitude(Sums v) { return _mm256_abs_epi16(v); }
-  static bool any_above(Sums v, int16_t bound) {
-    return _mm256_movemask_epi8(_mm256_cmpgt_epi16(v, _mm256_set1_epi16(bound))) != 0;
-  }
   template <int J>
   static Sums codes(const float* words) {
     const __m512i v = _mm512_slli_epi32(_mm512_loadu_si512(words), 24 - 8 * J);
@@ -299,32 +283,24 @@ struct SumTables : TableSteps {
   }
   template <int J>
   static Sums codes(const float* words) {
-    const auto code = [](const float* p) {
-      const __m512i v = _mm512_slli_epi32(_mm512_loadu_si512(p), 24 - 8 * J);
-      return _mm512_cvtepi32_epi16(_mm512_srai_epi32(v, 24));
-    };
-    return _mm512_inserti64x4(_mm512_castsi256_si512(code(words)), code(words + 16), 1);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(Narrow::codes<J>(words)),
+                              Narrow::codes<J>(words + Narrow::kTokens), 1);
   }
   static void widen(const int16_t* sums, bool first, int32_t* wide) {
-    for (int i = 0; i < kTokens; i += 16) {
-      __m512i v = _mm512_cvtepi16_epi32(load_half(sums + i));
-      if (!first) v = _mm512_add_epi32(v, _mm512_load_si512(wide + i));
-      _mm512_store_si512(wide + i, v);
-    }
+    Narrow::widen(sums, first, wide);
+    Narrow::widen(sums + Narrow::kTokens, first, wide + Narrow::kTokens);
   }
   struct Factors {
-    __m512 half[2];
+    Narrow::Factors half[2];
   };
   static Factors factors(const float* x_scale) {
-    return {{_mm512_loadu_ps(x_scale), _mm512_loadu_ps(x_scale + 16)}};
+    return {{Narrow::factors(x_scale), Narrow::factors(x_scale + Narrow::kTokens)}};
   }
   [[gnu::always_inline]] static void add_scaled(const int16_t* sums, float scale, const Factors& f,
                                                 bool first, float* values) {
     for (int i = 0; i < 2; ++i) {
-      const __m512 v = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(load_half(sums + 16 * i)));
-      const __m512 before = first ? _mm512_setzero_ps() : _mm512_loadu_ps(values + 16 * i);
-      const __m512 factor = _mm512_mul_ps(_mm512_set1_ps(scale), f.half[i]);
-      _mm512_storeu_ps(values + 16 * i, _mm512_fmadd_ps(v, factor, before));
+      const int64_t at = i * Narrow::kTokens;
+      Narrow::add_scaled(sums + at, scale, f.half[i], first, values + at);
     }
   }
 };

@@ -50,7 +50,7 @@ inline TileAcc tile_dot(TileAcc p, TileCodes c, TileX x) {
 #endif
 }
 
-// As those of AVX2, where products take 7/9 of the time (by counts).
+// As those of AVX2, where products take 7/9 of the time, an estimate.
 struct SumTables : YmmTables {
   using Narrow = SumTables;
   static constexpr int64_t kProductCost = 58;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/isa/ymm_float.h"
+#include "kernels/isa/ymm_sums.h"
 
 namespace bitnet::BITNET_ISA {
 namespace {
@@ -179,19 +180,17 @@ inline uint64_t reduce_lines(LineXor a, LineXor b) {
 
 // ---- tables of sums (ternary/tables.inl) --------------------------------------------------------
 
-struct YmmTables {
+struct YmmTables : YmmSums {
   static constexpr bool kHere = true;
   using Narrow = YmmTables;                   // tables of fewer tokens, or these
-  static constexpr int64_t kTokens = 16;      // of a register
   static constexpr int64_t kFromTokens = 16;  // fewer are multiplied
   static constexpr int64_t kFromRows = 256;   // likewise, for each building of tables
-  static constexpr int kBeside =
-      0;  // tokens with which a k-step is multiplied beside a row's lines
+  // Tokens with which a k-step is multiplied beside a row's lines.
+  static constexpr int kBeside = 0;
   // Hundredths of a cycle, on Zen 4: a row of 32 k, alone and with a k-step beside it; its lines,
   // and the tables, for all rows; a token's product with 32 k of a row.
   static constexpr int64_t kRowCost = 740, kBothCost = 0, kLinesCost = 0, kBuildCost = 0;
   static constexpr int64_t kProductCost = 74;
-  using Sums = __m256i;  // int16
 
   static TileCodes masked(TileStep v, int mask) { return and_bytes(v, mask); }
   template <int N>  // bits, of bytes that have none in the lowest N
@@ -203,22 +202,6 @@ struct YmmTables {
   static TileSum base_3(TileCodes v) {
     const __m256i powers = _mm256_set1_epi32(0x1b090301);
     return _mm256_madd_epi16(_mm256_maddubs_epi16(v, powers), _mm256_set1_epi16(1));
-  }
-  // Sums in this order: g++ 12 would use a register for a load that an addition can do.
-  [[gnu::always_inline]] static void keep_order([[maybe_unused]] Sums& v) {
-#if !defined(BITNET_EMULATE)
-    __asm__("" : "+x"(v));
-#endif
-  }
-  static Sums load(const int16_t* p) { return load_bytes(p); }
-  static void store(int16_t* p, Sums v) { _mm256_store_si256(reinterpret_cast<__m256i*>(p), v); }
-  static Sums zero() { return _mm256_setzero_si256(); }
-  static Sums add(Sums a, Sums b) { return _mm256_add_epi16(a, b); }
-  static Sums sub(Sums a, Sums b) { return _mm256_sub_epi16(a, b); }
-  static Sums negative(Sums v) { return sub(zero(), v); }
-  static Sums magnitude(Sums v) { return _mm256_abs_epi16(v); }
-  static bool any_above(Sums v, int16_t bound) {
-    return _mm256_movemask_epi8(_mm256_cmpgt_epi16(v, _mm256_set1_epi16(bound))) != 0;
   }
   // Code J of every token's word of four.
   template <int J>

@@ -1,6 +1,6 @@
 // Additions from tables need loads, products need multipliers, so one loop has both: beside every
-// row's lines of tables (tables.inl) a k-step of a tile is multiplied with a few further tokens.
-// Uses tiles.inl and direct.inl.
+// row's lines of tables a k-step of a tile is multiplied with a few further tokens. Uses tiles.inl
+// and table_lines.inl.
 
 // Tokens [token, token + tokens) of tiles [tile, tile + tiles).
 struct TilePart {
@@ -139,11 +139,27 @@ template <class U, class D, int T, bool kRows, bool kFirst>
   });
 }
 
-// What is multiplied meanwhile: in.beside, kBeside tokens at a time with one tile after the other.
-// F says what becomes of sums, folds.take(sums, tile, token, tokens, step), after every
-// `run_steps` k-steps of a tile and at its end; `step` is the first of them.
+// Rows by tables, and what is multiplied meanwhile. Here nothing is: registers or multipliers do
+// not suffice for both.
 template <class U, class D, class F>
-class Meanwhile {
+struct Meanwhile {
+  static constexpr int64_t scratch_bytes(int64_t) { return 0; }
+  Meanwhile(const TableInput&, const F&, char*) {}
+  // sums[row] (+)= a line of each table.
+  template <bool kFirst>
+  void add_rows(const uint16_t* lines, const int16_t* tables, int64_t rows, int16_t* sums) {
+    add_lines<U, kFirst>(lines, tables, rows, sums);
+  }
+  // The rest of what is multiplied.
+  void finish() {}
+};
+
+// Here it is in.beside, kBeside tokens at a time with one tile after the other. F says what becomes
+// of sums, folds.take(sums, tile, token, tokens, step), after every `run_steps` k-steps of a tile
+// and at its end; `step` is the first of them.
+template <class U, class D, class F>
+  requires(U::kBeside > 0)
+class Meanwhile<U, D, F> {
  public:
   static constexpr int T = U::kBeside;
   static constexpr int64_t scratch_bytes(int64_t k_steps) {
@@ -155,7 +171,7 @@ class Meanwhile {
         folds_(folds),
         last_(reinterpret_cast<int8_t*>(scratch)),
         decoded_(reinterpret_cast<uint8_t*>(scratch + T * in.k_steps * layout::kTileStepK)),
-        left_tiles_(in.beside.tokens == 0 ? 0 : in.beside.tiles) {
+        tiles_(in.beside.tokens == 0 ? 0 : in.beside.tiles) {
     const int64_t whole = in.beside.tokens / T * T, row = in.k_steps * layout::kTileStepK;
     for (int64_t t = 0; t < T && whole < in.beside.tokens; ++t) {  // nothing is read behind x
       const int64_t token = whole + t < in.beside.tokens ? whole + t : whole;
@@ -163,9 +179,7 @@ class Meanwhile {
     }
     if (!done()) begin_run();
   }
-  bool done() const { return left_tiles_ == 0; }
 
-  // Adds lines to the sums of `rows` rows, as add_lines does.
   template <bool kFirst>
   void add_rows(const uint16_t* lines, const int16_t* tables, int64_t rows, int16_t* sums) {
     while (rows > 0 && !done()) {
@@ -187,6 +201,7 @@ class Meanwhile {
   }
 
  private:
+  bool done() const { return tile_ == tiles_; }
   int64_t tokens() const {
     const int64_t left = in_.beside.tokens - token_;
     return left < T ? left : T;
@@ -228,7 +243,6 @@ class Meanwhile {
       if (token_ >= in_.beside.tokens) {
         token_ = 0;
         ++tile_;
-        --left_tiles_;
       }
     }
     if (!done()) begin_run();
@@ -238,30 +252,6 @@ class Meanwhile {
   const F& folds_;
   int8_t* last_;  // tokens that are fewer than T, with others behind them
   uint8_t* decoded_;
-  int64_t left_tiles_, tile_ = 0, token_ = 0, step_ = 0, begin_ = 0, run_end_ = 0;
+  int64_t tiles_, tile_ = 0, token_ = 0, step_ = 0, begin_ = 0, run_end_ = 0;
   TileProduct<D> product_;
 };
-
-// The same where registers or multipliers do not suffice for both.
-template <class U>
-struct TablesAlone {
-  static constexpr int64_t scratch_bytes(int64_t) { return 0; }
-  template <class F>
-  TablesAlone(const TableInput&, const F&, char*) {}
-  template <bool kFirst>
-  void add_rows(const uint16_t* lines, const int16_t* tables, int64_t rows, int16_t* sums) {
-    add_lines<U, kFirst>(lines, tables, rows, sums);
-  }
-  void finish() {}
-};
-template <class U, class D, class F>
-struct MeanwhileChoice {
-  using Type = TablesAlone<U>;
-};
-template <class U, class D, class F>
-  requires(U::kBeside > 0)
-struct MeanwhileChoice<U, D, F> {
-  using Type = Meanwhile<U, D, F>;
-};
-template <class U, class D, class F>
-using MeanwhileOf = typename MeanwhileChoice<U, D, F>::Type;

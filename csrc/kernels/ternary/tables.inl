@@ -44,7 +44,7 @@ constexpr int64_t table_scratch_bytes(int64_t rows, int64_t blocks) {
 // Adds 32 k to the sums of a block: h says which half of its words. Returns the magnitudes.
 template <class U, class M>
 typename U::Sums add_tables(const TableBlock<U>& block, int h, int offset, const uint16_t* lines,
-                            int16_t* tables, int64_t rows, M& meanwhile) {
+                            int16_t* tables, int64_t rows, M& both) {
   typename U::Sums more = U::zero();
   repeat<kTablesAtOnce>([&]<int g>() BITNET_INLINE_LAMBDA {
     const float* words = block.words + (h * kTablesAtOnce + g) * U::kTokens;
@@ -52,9 +52,9 @@ typename U::Sums add_tables(const TableBlock<U>& block, int h, int offset, const
   });
   const int16_t* from = tables - offset * U::kTokens;
   if (block.fresh) {
-    meanwhile.template add_rows<true>(lines, from, rows, block.sums);
+    both.template add_rows<true>(lines, from, rows, block.sums);
   } else {
-    meanwhile.template add_rows<false>(lines, from, rows, block.sums);
+    both.template add_rows<false>(lines, from, rows, block.sums);
   }
   return more;
 }
@@ -77,8 +77,8 @@ void table_blocks(const TableInput& in, const F& folds) {
                      take((kTablesAtOnce * kTableSums + 2 * kTableDamaged) * U::kTokens * 2)) +
                  kTableDamaged * U::kTokens;
   auto* lines = reinterpret_cast<uint16_t*>(take(2 * kTablesAtOnce * 2 * padded));
-  using Other = MeanwhileOf<U, Steps, F>;
-  Other meanwhile(in, folds, take(Other::scratch_bytes(in.k_steps)));
+  using Both = Meanwhile<U, Steps, F>;
+  Both both(in, folds, take(Both::scratch_bytes(in.k_steps)));
   TableBlock<U> blocks[kTableBlocks];
   for (int64_t b = 0; b < count; ++b) {
     const int64_t first = b * U::kTokens, left = in.tables.tokens - first;
@@ -102,14 +102,14 @@ void table_blocks(const TableInput& in, const F& folds) {
       for (int64_t b = 0; b < count; ++b) {
         TableBlock<U>& block = blocks[b];
         const typename U::Sums more = add_tables<U>(
-            block, h, D::kOffset, lines + h * rows * kTablesAtOnce, tables, rows, meanwhile);
+            block, h, D::kOffset, lines + h * rows * kTablesAtOnce, tables, rows, both);
         block.fresh = folds.fold(block, more, rows, s + (h + 1) * kTablesAtOnce);
         if (block.fresh) block.first = false;
       }
     }
   }
   for (int64_t b = 0; b < count; ++b) folds.store(blocks[b], rows);
-  meanwhile.finish();
+  both.finish();
 }
 
 // part[token][row] of up to 64 rows of a block's totals from `row` on.
@@ -236,9 +236,9 @@ inline TableCut cut_table_job(int64_t tokens, int64_t tiles, int64_t tile_rows) 
   return best;
 }
 
-// Calls f.template operator()<U>(parts) with the parts of a call's tokens at a time, U the tables
-// of Us that cost least; returns how many tokens are done. A call has half of the rows for which a
-// product takes tables, as the end of a claim may leave.
+// Calls f.template operator()<U>(parts) with the parts of a call's tokens at a time, U the wider
+// or the narrower tables, whichever cost less; returns how many tokens are done. A call has half of
+// the rows for which a product takes tables, as the end of a claim may leave.
 template <class Wide, class F>
 inline int64_t for_table_parts(TableInput in, int64_t tokens, int64_t tiles, int64_t tile_rows,
                                const F& f) {

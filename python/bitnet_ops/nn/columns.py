@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from bitnet_ops.memory.arena import Arena
+from bitnet_ops.nn.copies import Copies
 from bitnet_ops.nn.packing import PackedWeight
 
 ROWS, LINE = 256, 64  # of a panel, bytes of a column in it: csrc/format/layout.h
 _FIELDS = ROWS // LINE
-_made = WeakTensorKeyDictionary()  # weight -> its version then, and its columns
+_COPIES = Copies()
 
 
 def columns_of(packed: PackedWeight) -> Tensor:
@@ -24,19 +24,12 @@ def columns_of(packed: PackedWeight) -> Tensor:
     Byte r of a line holds the codes of rows r, 64 + r, 128 + r and 192 + r of the panel, from the
     low bits up.
     """
-    weight = packed.weight
-    version = 0 if weight.is_inference() else weight._version
-    made = _made.get(weight)
-    if made is None or made[0] != version:
-        made = version, _columns(packed)
-        _made[weight] = made
-    columns: Tensor = made[1]
-    return columns
+    return _COPIES.get(packed.weight, lambda: _columns(packed))
 
 
 def forget_columns(weight: Tensor) -> None:
     """Free those of a weight, once no program reads them."""
-    _made.pop(weight, None)
+    _COPIES.forget(weight)
 
 
 def _columns(packed: PackedWeight) -> Tensor:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from bitnet_ops.memory.arena import Arena
+from bitnet_ops.nn.copies import Copies
 
 FEATURES, LINE = 256, 64  # of a block, and in a line of it: csrc/format/layout.h
 _ROWS = 4096  # made at once
-_made = WeakTensorKeyDictionary()  # weight -> its version then, and its screen
+_COPIES = Copies()
 
 
 def screen_of(weight: Tensor) -> Tensor:
@@ -24,13 +24,7 @@ def screen_of(weight: Tensor) -> Tensor:
 
     The bytes of layout "screen" in docs/reference/layouts.md: the rows, then a number for each.
     """
-    version = 0 if weight.is_inference() else weight._version
-    made = _made.get(weight)
-    if made is None or made[0] != version:
-        made = version, _screen(weight)
-        _made[weight] = made
-    screen: Tensor = made[1]
-    return screen
+    return _COPIES.get(weight, lambda: _screen(weight))
 
 
 def _screen(weight: Tensor) -> Tensor:
