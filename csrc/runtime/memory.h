@@ -62,8 +62,8 @@ class Workspace {
  public:
   char* reserve(int64_t bytes) {
     if (bytes > size_ || block_ == nullptr) {  // nothing is asked for, too
-      size_ = 0;       // what a failed allocation leaves
-      block_.reset();  // first, so that both are never there at once
+      size_ = 0;                               // what a failed allocation leaves
+      block_.reset();                          // first, so that both are never there at once
       block_ = std::make_unique<Scratch<char>>(bytes);
       size_ = bytes;
     }
