@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
@@ -171,6 +172,76 @@ void head_rows(const KernelTable& table, const HeadView& head, int64_t row_begin
     case HeadFormat::kTernary:
       return ternary_rows(table, head, row_begin, row_end, input.ternary, tokens, out, out_stride);
   }
+}
+
+void measure_bytes(const HeadView& head, int64_t m, const HeadInput& input) {
+  HeadToken& token = input.tokens[m];
+  int32_t sum = 0, squares = 0;  // of at most 65536 bytes
+  for (int64_t i = 0; i < head.k; ++i) {
+    sum += token.high[i];
+    squares += int{token.low[i]} * token.low[i];
+  }
+  token.high_sum = sum;
+  token.low_length = 1.000001f * std::sqrt(static_cast<float>(squares));  // rounded up
+}
+
+bool has_upper_bounds(const KernelTable& table, const HeadView& head, int64_t tokens) {
+  return head.format == HeadFormat::kInt8 && head.rows <= UINT32_MAX &&
+         table.head_upper_tokens != 0 && tokens >= table.head_upper_tokens;
+}
+
+// A larger float is a larger number, if the bits of negative ones are turned over; -0 counts as 0.
+uint64_t as_best(float logit, int64_t row) {
+  const auto bits = std::bit_cast<uint32_t>(logit + 0.0f);
+  const uint64_t sorts = bits >> 31 != 0 ? ~bits : bits | uint32_t{1} << 31;
+  return sorts << 32 | static_cast<uint32_t>(~row);
+}
+float logit_of_best(uint64_t best) {
+  const auto sorts = static_cast<uint32_t>(best >> 32);
+  return std::bit_cast<float>(sorts >> 31 != 0 ? sorts & ~(uint32_t{1} << 31) : ~sorts);
+}
+int64_t row_of_best(uint64_t best) { return static_cast<uint32_t>(~best); }
+
+void raise_best(uint64_t found, std::atomic<uint64_t>& best) {
+  uint64_t before = best.load(std::memory_order_relaxed);
+  while (before < found && !best.compare_exchange_weak(before, found)) {
+  }
+}
+
+int64_t best_rows(const KernelTable& table, const HeadView& head, int64_t row_begin,
+                  int64_t row_end, const HeadInput& input, int64_t tokens,
+                  std::atomic<uint64_t>* best, float* out, int64_t out_stride) {
+  constexpr float kNone = -std::numeric_limits<float>::infinity();
+  const int64_t rows = row_end - row_begin;
+  table.head_upper(static_cast<const int8_t*>(head.weight), static_cast<const float*>(head.scale),
+                   head.k, row_begin, row_end, input.tokens, tokens, out, out_stride);
+  int64_t count = 0;
+  for (int64_t m = 0; m < tokens; ++m) {
+    float* const bounds = out + m * out_stride;
+    uint64_t mine = best[m].load(std::memory_order_relaxed);
+    float least = mine == 0 ? kNone : logit_of_best(mine);
+    if (table.max_row(bounds, rows) < least) {
+      std::fill_n(bounds, rows, kNone);
+      continue;
+    }
+    HeadInput token = input;
+    token.tokens += m;
+    for (int64_t n = 0; n < rows; ++n) {
+      float& logit = bounds[n];
+      if (!(logit < least)) {  // or a NaN
+        head_rows(table, head, row_begin + n, row_begin + n + 1, token, 1, &logit, 0);
+        ++count;
+        if (logit != logit) continue;
+        if (const uint64_t found = as_best(logit, row_begin + n); found > mine) {
+          mine = found;
+          least = logit_of_best(mine);
+        }
+      }
+      logit = kNone;
+    }
+    raise_best(mine, best[m]);
+  }
+  return count;
 }
 
 ScreenBound bound_of(const HeadToken& token, int64_t k) {

@@ -2,6 +2,7 @@
 // tokens, logits, rows of the embedding, and the quantisation of heads.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 #include "engine/group_product.h"
@@ -62,6 +63,25 @@ void prepare_head_token(const KernelTable& table, const HeadView& head, const fl
 // a multiple of unit_rows().  Different ranges may be computed at once.
 void head_rows(const KernelTable& table, const HeadView& head, int64_t row_begin, int64_t row_end,
                const HeadInput& input, int64_t tokens, float* out, int64_t out_stride);
+
+// What head_upper needs of token m besides.
+void measure_bytes(const HeadView& head, int64_t m, const HeadInput& input);
+// Whether bounds by upper bytes of so many tokens' logits are worth making.
+bool has_upper_bounds(const KernelTable& table, const HeadView& head, int64_t tokens);
+
+// A logit and its row as a number that sorts like the logit, and of equals the lower row higher;
+// 0 sorts below all. No NaN.
+uint64_t as_best(float logit, int64_t row);
+float logit_of_best(uint64_t best);
+void raise_best(uint64_t found, std::atomic<uint64_t>& best);  // to at least `found`
+int64_t row_of_best(uint64_t best);
+
+// Of rows [row_begin, row_end) of every token: those that can be its best get their logits, and
+// best[m] becomes at least the best of them. out as of head_rows, but -infinity, or a NaN where
+// the logit is one. Returns how many logits were computed.
+int64_t best_rows(const KernelTable& table, const HeadView& head, int64_t row_begin,
+                  int64_t row_end, const HeadInput& input, int64_t tokens,
+                  std::atomic<uint64_t>* best, float* out, int64_t out_stride);
 
 // What bounds the logits of one token's rows by the head's screen.
 ScreenBound bound_of(const HeadToken& token, int64_t k);

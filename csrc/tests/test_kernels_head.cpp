@@ -139,6 +139,54 @@ class HeadTest {
     CHECK(arenas_[2]->intact(), "wrote outside of out");
   }
 
+  // Bounds hold for the logits, and are above what upper bytes give by no more than lengths allow.
+  void upper(const KernelTable& table, const std::vector<int8_t>& codes, const Tokens& tokens,
+             int64_t row_begin, int64_t row_end, int64_t count) {
+    begin_case("%s head_upper K=%lld rows %lld..%lld tokens=%lld", table.name,
+               static_cast<long long>(tokens.k), static_cast<long long>(row_begin),
+               static_cast<long long>(row_end), static_cast<long long>(count));
+    std::vector<HeadToken> x = guarded_tokens(tokens, count);
+    for (HeadToken& token : x) {
+      double squares = 0;
+      for (int64_t i = 0; i < tokens.k; ++i) {
+        token.high_sum += token.high[i];
+        squares += int{token.low[i]} * token.low[i];
+      }
+      token.low_length = static_cast<float>(std::sqrt(squares) * (1 + 1e-7));
+    }
+    std::vector<float> scales;
+    for (int64_t n = 0; n < row_end; ++n)
+      scales.push_back(n == planted_row ? planted : n % 3 == 0 ? -0.5f : 0.5f);
+    const int8_t* w = arenas_[0]->place_copy(codes.data(), row_end * tokens.k, where());
+    const float* s = arenas_[1]->place_copy(scales.data(), row_end, where());
+    float* out = result(row_end - row_begin, count);
+    table.head_upper(w, s, tokens.k, row_begin, row_end, x.data(), count, out, stride_);
+    for (int64_t t = 0; t < count; ++t) {
+      for (int64_t n = row_begin; n < row_end; ++n) {
+        double sum = 0, high = 0, squares = 0;
+        for (int64_t i = 0; i < tokens.k; ++i) {
+          const double code = codes[at(n * tokens.k + i)];
+          sum += code * tokens.wide[at(t * tokens.padded + i)];
+          high += code * 256 * tokens.high[at(t * tokens.padded + i)];
+          squares += code * code;
+        }
+        const float factor = scales[at(n)] * x[at(t)].scale;
+        const float logit = static_cast<float>(sum) * factor,
+                    got = out[t * stride_ + n - row_begin];
+        const double rest = 1.005 * std::sqrt(squares) * x[at(t)].low_length;
+        const double far = high + std::copysign(rest + 2e-6 * std::abs(high), factor);
+        CHECK(!(got < logit), "token %d row %d: %a below its logit, %a", static_cast<int>(t),
+              static_cast<int>(n), static_cast<double>(got), static_cast<double>(logit));
+        CHECK(!(got > static_cast<float>(far * (1 + 1e-6 * (far * factor > 0 ? 1 : -1))) * factor),
+              "token %d row %d: %a far above its logit, %a", static_cast<int>(t),
+              static_cast<int>(n), static_cast<double>(got), static_cast<double>(logit));
+        CHECK(logit == logit || got != got, "token %d row %d: no NaN", static_cast<int>(t),
+              static_cast<int>(n));
+      }
+    }
+    CHECK(arenas_[2]->intact(), "wrote outside of out");
+  }
+
   void int4(const KernelTable& table, const std::vector<int8_t>& codes, const Tokens& tokens,
             int64_t group, int64_t row_begin, int64_t row_end, int64_t count) {
     begin_case("%s head_int4 K=%lld group=%lld rows %lld..%lld tokens=%lld", table.name,
@@ -273,6 +321,7 @@ void all_counts(HeadTest& test, const KernelTable& table) {
       for (const int64_t count : {1, 2, 3, 4, 5, 9, 17}) {
         test.int8(table, bytes, tokens, 0, rows, count);
         test.int4(table, halves, tokens, rows % 2 == 0 ? 64 : 128, 0, rows, count);
+        test.upper(table, bytes, tokens, rows / 3, rows, count);
       }
       test.screen(table, bytes, tokens, rows / 2, rows);
     }
@@ -296,6 +345,7 @@ void all_lengths(HeadTest& test, const KernelTable& table) {
       test.int8(table, bytes, tokens, 0, rows, count);
       test.int4(table, halves, tokens, 64, 0, rows, count);
       test.int4(table, halves, tokens, 128, 0, rows, count);
+      test.upper(table, bytes, tokens, 0, rows, count);
     }
     test.screen(table, bytes, tokens, 0, few);
   }
@@ -309,7 +359,10 @@ void worst_cases(HeadTest& test, const KernelTable& table) {
       const Tokens tokens(k, 4, [&](int64_t, int64_t) { return x; });
       for (const int code : {127, -128}) {
         const auto codes = make_codes(2, k, [&](auto...) { return code; });
-        for (const int64_t count : {1, 4}) test.int8(table, codes, tokens, 0, 2, count);
+        for (const int64_t count : {1, 4}) {
+          test.int8(table, codes, tokens, 0, 2, count);
+          test.upper(table, codes, tokens, 0, 2, count);
+        }
         test.screen(table, codes, tokens, 0, 2);
       }
       for (const int code : {7, -8}) {
@@ -332,6 +385,7 @@ void planted_scales(HeadTest& test, const KernelTable& table) {
         test.planted_row = row;
         test.int8(table, codes, tokens, 0, 36, count);
         test.screen(table, codes, tokens, 0, 36);
+        test.upper(table, codes, tokens, 0, 36, count);
         for (const int64_t group : {64, 128}) test.int4(table, codes, tokens, group, 0, 36, count);
       }
     }

@@ -1,6 +1,9 @@
-"""Heads with a screen: every greedy step takes the token that the whole int8 head gives."""
+"""Bounds of an int8 head's logits, by its screen or by upper bytes of several tokens: every greedy
+step takes the tokens that the whole head gives."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from bitnet_ops import ops
 from bitnet_ops.models.step_batch import StepBatch
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.screen import screen_of
-from isa_control import every_configuration
+from isa_control import ISAS, every_configuration
 
 STEPS = 10_000
 
@@ -41,20 +44,22 @@ class Head:
         self.handle = ops.bind_program(text, "\n".join(tensors), list(tensors.values()))
         self.tensors = tensors
 
-    def step(self, x: Tensor) -> Tensor:
-        zero, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
-        pools = [torch.zeros(1, 1, 4, 1, 16) for _ in range(2)]
-        starts, table = torch.tensor([0, 1]), torch.zeros(1, 1, dtype=torch.int64)
+    def step(self, x: Tensor, best_only: bool = True) -> Tensor:
+        """Logits [M, V] of x [M, k], each a sequence of its own."""
+        tokens = torch.arange(len(x))
+        pools = [torch.zeros(1, len(x), 4, 1, 16) for _ in range(2)]
+        starts, zeros = torch.arange(len(x) + 1), torch.zeros_like(tokens)
         return ops.model_step(
-            x[None], self.handle, pools, zero, zero, starts, one, table, zero, self.rows,
-            best_only=True,
+            x, self.handle, pools, zeros, 4 * tokens, starts, zeros + 1, tokens[:, None], tokens,
+            self.rows, best_only=best_only,
         )  # fmt: skip
 
 
-def token_of(logits: Tensor) -> int:
-    """The engine's choice at temperature 0; -1 for a row without a distribution."""
-    zeros, none = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
-    return int(ops.sample_tokens(logits, zeros, none, torch.ones_like(zeros), zeros, zeros))
+def tokens_of(logits: Tensor) -> list[int]:
+    """The engine's choices at temperature 0; -1 for a row without a distribution."""
+    zeros = torch.zeros(len(logits), dtype=torch.float64)
+    none, one = torch.zeros(len(logits), dtype=torch.int64), torch.ones_like(zeros)
+    return ops.sample_tokens(logits, zeros, none, one, zeros, zeros).tolist()
 
 
 def heads(g: torch.Generator) -> dict[str, tuple[Tensor, Tensor]]:
@@ -106,8 +111,8 @@ def test_ten_thousand_steps_take_the_whole_heads_token() -> None:
             0,
         )
         for x in states(g, weight, STEPS // len(cases) + 1):
-            whole, found = plain.step(x), screened.step(x)
-            assert token_of(found) == token_of(whole), name
+            whole, found = plain.step(x[None], False), screened.step(x[None])
+            assert tokens_of(found) == tokens_of(whole), name
             left = found != -torch.inf
             assert torch.equal(found[left].nan_to_num(), whole[left].nan_to_num()), name
             remaining += int(left.sum())
@@ -121,16 +126,69 @@ def test_tokens_are_the_whole_heads_on_every_isa_and_thread_count() -> None:
     scale[20_001] = scale[17]
     screen = screen_of(weight)
     inputs = [*torch.randn(6, 200, generator=g), weight[17].float()]  # the last meets the tie
-    whole = [Head(weight, scale, None).step(x) for x in inputs]
+    whole = [Head(weight, scale, None).step(x[None], False) for x in inputs]
     for label in every_configuration():
         head = Head(weight, scale, screen)
         for x, logits in zip(inputs, whole, strict=True):
-            found = head.step(x)
+            found = head.step(x[None])
             left = found != -torch.inf
-            assert token_of(found) == token_of(logits), label
+            assert tokens_of(found) == tokens_of(logits), label
             assert torch.equal(found[left], logits[left]), label
             assert not left.all(), label
-    assert token_of(whole[-1]) == 17
+    assert tokens_of(whole[-1]) == [17]
+
+
+BATCHES = (5, 8, 17, 64, 6, 16, 33, 65)  # tokens; the last has too many for bounds
+
+
+def test_ten_thousand_tokens_of_batches_are_the_whole_heads() -> None:
+    g = torch.Generator().manual_seed(2)
+    cases = heads(g)
+    for name, (weight, scale) in cases.items():
+        inputs = states(g, weight, STEPS // len(cases) + 1)
+        sizes = itertools.cycle(BATCHES)
+        while len(inputs) > 0:
+            size = next(sizes)
+            x, inputs = inputs[:size], inputs[size:]
+            head = Head(weight, scale, None)  # new, so that no step before says what to read
+            whole, found = head.step(x, False), head.step(x)
+            assert tokens_of(found) == tokens_of(whole), (name, len(x))
+            left = found != -torch.inf
+            assert torch.equal(found[left].nan_to_num(), whole[left].nan_to_num()), name
+
+
+def test_batches_are_the_whole_heads_on_every_isa_and_thread_count() -> None:
+    g = torch.Generator().manual_seed(3)
+    weight, scale = ops.quantize_head(torch.randn(24_000, 200, generator=g), "int8")
+    weight[20_001], scale[20_001] = weight[17], scale[17]  # in parts of different threads
+    x = torch.randn(16, 200, generator=g)
+    x[3] = weight[17].float()  # meets the tie
+    x[5, 7] = float("nan")
+    whole = Head(weight, scale, None).step(x, False)
+    best = tokens_of(whole)
+    assert best[3] == 17 and best[5] == -1
+    bounded = False
+    for label in every_configuration():
+        found = Head(weight, scale, None).step(x)
+        assert tokens_of(found) == best, label
+        if torch.equal(found.nan_to_num(), whole.nan_to_num()):
+            continue  # an ISA that does not gain by bounds
+        bounded = True
+        for row, token in enumerate(best):
+            if token < 0:
+                assert found[row].isnan().all(), label
+                continue
+            # nothing but the best: the same on every thread count
+            assert found[row, token] == whole[row, token], label
+            assert (found[row] > -torch.inf).sum() == 1, label
+    assert bounded or not {"avx512_vnni", "avx_vnni", "neon_dotprod"} & set(ISAS)
+
+
+def test_logits_that_are_wanted_are_all_there() -> None:
+    g = torch.Generator().manual_seed(4)
+    weight, scale = ops.quantize_head(torch.randn(3000, 64, generator=g), "int8")
+    logits = Head(weight, scale, None).step(torch.randn(16, 64, generator=g), False)
+    assert torch.isfinite(logits).all()
 
 
 def test_a_screen_is_what_its_layout_says() -> None:

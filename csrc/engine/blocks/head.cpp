@@ -4,9 +4,8 @@
 //   norm weight            names: the last norm; the matrix, which may be the embedding
 //   vocab                  rows of the matrix
 //
-// Of an int8 matrix that has a screen, a step that wants one best token reads the screen first and
-// then the rows that can be the best.
-#include <bit>
+// A step that wants only the best tokens of an int8 matrix bounds all logits first, one token's by
+// the matrix's screen, if it has one, several tokens' by their upper bytes.
 
 #include "engine/blocks/blocks.h"
 #include "engine/program/plan.h"
@@ -74,13 +73,15 @@ class Logits final : public StageWork {
     step_.table->rms_norm_row(rows_.residual + j * n, norm_.weight, n, norm_.eps, DType::kF32, row);
     signs_.turn(*step_.table, DType::kF32, n, row);
     prepare_head_token(*step_.table, head_, row, j, to.head);
+    if (step_.reading == HeadReading::kUpper) measure_bytes(head_, j, to.head);
   }
   void prepare(int64_t slot) const override {
     if (step_.splits_norms) return;
     StageInput& own = step_.own[slot];
     for (int64_t j = 0; j < rows_.count; ++j) enter(j, own.row, own);
-    if (!step_.screens) return;
-    const auto row = static_cast<int64_t>(step_.best & 0xffffffff);
+    if (step_.reading != HeadReading::kScreen) return;
+    const uint64_t best = step_.best[0];
+    const int64_t row = best == 0 ? 0 : row_of_best(best);  // bounds that are all NaN: any row
     head_rows(*step_.table, head_, row, row + 1, own.head, 1, &own.least, 0);
   }
   int64_t units() const override {
@@ -91,11 +92,18 @@ class Logits final : public StageWork {
     const int64_t unit = unit_rows(head_), first = begin * unit;
     const int64_t last = std::min(end * unit, head_.rows);
     float* const out = step_.batch.out + first;
-    if (step_.screens) {
-      step_.remaining +=
-          reaching_rows(*step_.table, head_, first, last, from.head, from.least, out);
-    } else {
-      head_rows(*step_.table, head_, first, last, from.head, rows_.count, out, head_.rows);
+    switch (step_.reading) {
+      case HeadReading::kWhole:
+        return head_rows(*step_.table, head_, first, last, from.head, rows_.count, out, head_.rows);
+      case HeadReading::kScreen:
+        step_.remaining +=
+            reaching_rows(*step_.table, head_, first, last, from.head, from.least, out);
+        return;
+      case HeadReading::kUpper:  // one unit after the other: each bounds the next
+        for (int64_t n = first; n < last; n += unit)
+          step_.remaining +=
+              best_rows(*step_.table, head_, n, std::min(n + unit, last), from.head, rows_.count,
+                        step_.best.data(), step_.batch.out + n, head_.rows);
     }
   }
   const void* weights_of(int64_t unit) const override {
@@ -131,17 +139,10 @@ class Screen final : public StageWork {
     const StageInput& own = step.own[slot];
     screen_rows(*step.table, head, first, last, own.head.tokens[0], own.bound, out + first);
     const float largest = step.table->max_row(out + first, last - first);
-    // A larger float is a larger number, if the bits of negative ones are turned over.
-    const auto bits = std::bit_cast<uint32_t>(largest);
-    const uint64_t sorts = bits >> 31 != 0 ? ~bits : bits | uint32_t{1} << 31;
-    if (step.best >> 32 >= sorts) return;
-    int64_t best = first;
-    while (best < last && out[best] != largest) ++best;
-    if (best == last) return;  // a NaN, which says nothing of other rows
-    const uint64_t mine = sorts << 32 | static_cast<uint64_t>(best);
-    uint64_t before = step.best;
-    while (before < mine && !step.best.compare_exchange_weak(before, mine)) {
-    }
+    if (largest != largest || step.best[0] >= as_best(largest, first)) return;
+    int64_t row = first;
+    while (out[row] != largest) ++row;
+    raise_best(as_best(largest, row), step.best[0]);
   }
   const void* weights_of(int64_t unit) const override {
     return logits_.head().screen_row(unit * unit_rows(logits_.head()));
@@ -172,8 +173,9 @@ void HeadBlock::append(PlanBuilder& plan) const {
   const auto* logits = plan.make<Logits>(step, plan.rows(), view_, norm_, signs_);
   if (step.splits_norms)
     plan.add({"norm head", plan.make<LogitNorms>(logits), plan.rows().count, {1, 64}});
-  if (step.screens) plan.add({"screen", plan.make<Screen>(logits), logits->units(), {1, 64}, true});
-  plan.add({"head", logits, logits->units(), {1, 64}, !step.screens});
+  const bool screens = step.reading == HeadReading::kScreen;
+  if (screens) plan.add({"screen", plan.make<Screen>(logits), logits->units(), {1, 64}, true});
+  plan.add({"head", logits, logits->units(), {1, 64}, !screens});
 }
 
 }  // namespace

@@ -240,6 +240,30 @@ void build_plan(StepState& state, bool all_rows, Workspace& passing) {
   ++state.built;
 }
 
+HeadReading reading_of(StepState& state, const Program& program, const Batch& batch) {
+  const HeadView& head = program.head();
+  if (!batch.best_only || batch.logit_count > kMostBest) return HeadReading::kWhole;
+  if (batch.tokens == 1 && batch.logit_count == 1 && head.screen != nullptr)
+    return state.screen.next() ? HeadReading::kScreen : HeadReading::kWhole;
+  if (has_upper_bounds(program.table(), head, batch.logit_count))
+    return state.upper.next() ? HeadReading::kUpper : HeadReading::kWhole;
+  return HeadReading::kWhole;
+}
+
+// The best logits, in their places; and whether it was worth it to look for them so. A screen gives
+// way where an eighth of the rows remain, upper bytes where so many cost as much as the lower ones.
+void finish_best(StepState& state, int64_t rows) {
+  const Step& step = state.step;
+  const int64_t count = step.batch.logit_count;
+  if (step.reading == HeadReading::kScreen) state.screen.learn(step.remaining, rows / 8);
+  if (step.reading != HeadReading::kUpper) return;
+  state.upper.learn(step.remaining / count, rows / 32);
+  for (int64_t j = 0; j < count; ++j) {
+    const uint64_t best = step.best[static_cast<size_t>(j)];
+    if (best != 0) step.batch.out[j * rows + row_of_best(best)] = logit_of_best(best);
+  }
+}
+
 // Makes `state` ready to run the batch; partitions 0: as many as the work is worth.
 void prepare_step(StepState& state, const Program& program, int64_t program_id, const Batch& batch,
                   int64_t partitions, Workspace& passing) {
@@ -256,13 +280,12 @@ void prepare_step(StepState& state, const Program& program, int64_t program_id, 
   }
   s.filled_pages.clear();
   if (program.chooses_pages()) find_filled_pages(batch.slots, batch.tokens, s.filled_pages);
-  if (state.key.program != program_id) state.screen = {};
-  s.screens = batch.best_only && batch.tokens == 1 && batch.logit_count == 1 &&
-              program.head().screen != nullptr && state.screen.next();
-  s.best = 0;
+  if (state.key.program != program_id) state.screen = state.upper = {};
+  s.reading = reading_of(state, program, batch);
+  for (auto& best : s.best) best.store(0, std::memory_order_relaxed);
   s.remaining = 0;
   const bool all_rows = keeps_all(batch);
-  const PlanKey key{program_id, batch.tokens, batch.logit_count, s.partitions, all_rows, s.screens};
+  const PlanKey key{program_id, batch.tokens, batch.logit_count, s.partitions, all_rows, s.reading};
   // what adapters add is told by the adapters of every token
   const bool plain = s.adapters.with_adapter() == 0;
   if (!(plain && state.keeps_plan && state.key == key)) {
@@ -324,7 +347,7 @@ void run_step(StepState& state, const Program& program, int64_t program_id, cons
   Workspace passing;  // for a long prompt at once: not worth keeping
   prepare_step(state, program, program_id, batch, 0, passing);
   state.executor.run(state.step.partitions, state.plan);
-  if (state.step.screens) state.screen.learn(state.step.remaining, program.head().rows);
+  finish_best(state, program.head().rows);
   zero_counts() = {};
   for (int64_t p = 0; p < state.step.partitions; ++p) {
     if (const ZeroCount* zeros = state.step.own[p].zeros; zeros != nullptr) {

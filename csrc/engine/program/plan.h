@@ -7,6 +7,8 @@
 // equal bit for bit.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <memory>
@@ -68,6 +70,11 @@ struct StageInput {
   float* attention;         // [AttentionPlans::thread_floats()], a thread's own
 };
 
+// How the logits of a step are found: all of them; or, where only the best is wanted, those that
+// can be it by bounds, which a screen of the head gives or the upper bytes of the tokens.
+enum class HeadReading : int32_t { kWhole, kScreen, kUpper };
+inline constexpr int64_t kMostBest = 64;  // tokens of such a step
+
 // What all stages of a step share. Every row of the residual stream is written by one unit of one
 // stage.
 struct Step {
@@ -84,10 +91,10 @@ struct Step {
   // Tokens with an adapter: of all, and of those whose logits are wanted.
   AdapterGroups adapters, kept_adapters;
   int64_t most_rank = 0;  // of the adapters of the step
-  bool screens = false;   // whether the head reads its screen first
-  // The largest bound of a logit so far, as a number that sorts like it, and its row in the lower
-  // half; and how many logits were computed.
-  mutable std::atomic<uint64_t> best{0};
+  HeadReading reading = HeadReading::kWhole;
+  // Of each token, unless the head is read as a whole: the best logit so far, of a screen the
+  // largest bound of one, and its row (as_best); and how many logits were computed.
+  mutable std::array<std::atomic<uint64_t>, kMostBest> best{};
   mutable std::atomic<int64_t> remaining{0};
   float* x = nullptr;  // [tokens, hidden], the residual stream
   // [logit_count, hidden]: the same behind the last block that mixes tokens; x itself where every
@@ -233,25 +240,30 @@ class PlanBuilder {
 // What decides a plan of tokens without adapters, but for the lengths of sequences.
 struct PlanKey {
   int64_t program = 0, tokens = 0, logit_count = 0, partitions = 0;
-  bool all_rows = false, screens = false;
+  bool all_rows = false;
+  HeadReading reading = HeadReading::kWhole;
   bool operator==(const PlanKey&) const = default;
 };
 
-// Whether a screen is worth reading, by the rows that remained of late: where more than an eighth
-// of them do on average, the whole head is read for so many steps.
-class ScreenUse {
+// Whether bounds of logits are worth making, by the rows that remained of late: where these are
+// more than `most` on average, the whole head is read for so many steps, each time twice as many.
+class BoundsUse {
  public:
   bool next() { return whole_ == 0 || --whole_ == 0; }
-  void learn(int64_t remaining, int64_t rows) {
+  void learn(int64_t remaining, int64_t most) {
     average_ = (7 * average_ + remaining) / 8;
-    if (average_ <= rows / 8) return;
+    if (average_ <= most) {
+      wait_ = kWait;
+      return;
+    }
     average_ = 0;
-    whole_ = kWhole;
+    whole_ = wait_;
+    wait_ = std::min(2 * wait_, 32 * kWait);
   }
 
  private:
-  static constexpr int64_t kWhole = 100;
-  int64_t average_ = 0, whole_ = 0;
+  static constexpr int64_t kWait = 100;
+  int64_t average_ = 0, whole_ = 0, wait_ = kWait;
 };
 
 // What a thread keeps between its steps: a step of the same program and size builds and allocates
@@ -265,7 +277,7 @@ struct StepState {
   PlanKey key;              // of the plan, if it can be used again
   bool keeps_plan = false;  // whether it can
   bool unfilled = false;    // whether no stage of the plan fills x
-  ScreenUse screen;         // of the program of `key`
+  BoundsUse screen, upper;  // of the program of `key`
   int64_t cells = 0;        // of Step::parts
   int64_t built = 0;        // plans so far
 };

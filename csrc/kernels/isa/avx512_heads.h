@@ -86,6 +86,32 @@ template <int N>
   store(_mm256_extracti128_si256(wide, 1), _mm256_extracti128_si256(narrow, 1), sums + 4);
 }
 
+// Of upper bytes alone, for head/upper.inl: kTokens at once, kOffset times their sum too large.
+struct UpperBytes {
+  static constexpr int64_t kFromTokens = 5;  // fewer are bound by reading
+  static constexpr int kTokens = 8;
+  static constexpr int64_t kStep = 64;
+  static constexpr int32_t kOffset = 128;
+  using Acc = __m512i;
+  using Weights = __m512i;
+
+  static Weights weights(const int8_t* p) { return head8_weights(p); }
+  static __m512i token(const int8_t* p) { return _mm512_loadu_si512(p); }
+  // In place: g++ 12 copies the sums of a function that returns them.
+  [[gnu::always_inline]] static void add(Acc& acc, Weights w, __m512i x) {
+#if defined(BITNET_EMULATE)
+    acc = add_dot(acc, w, x);
+#else
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(x));
+#endif
+  }
+  // 128 * 127 for the square of -128.
+  [[gnu::always_inline]] static void add_squares(Acc& acc, const int8_t* p) {
+    const __m512i magnitudes = _mm512_abs_epi8(_mm512_loadu_si512(p));
+    add(acc, magnitudes, _mm512_min_epu8(magnitudes, _mm512_set1_epi8(127)));
+  }
+};
+
 // ---- int4 ---------------------------------------------------------------------------------------
 
 constexpr int kHead4Tokens = 4;
@@ -130,7 +156,7 @@ BITNET_OVERRIDES(kHeadStreams, kHead4Streams, kHeadPairRows, head_distance, kHea
                  kHead8FlushSteps, kHead8Unroll, kHead8Rows, kHead8Tokens, kHead8Offset,
                  Head8Weights, Head8Acc, head8_weights, head8_dot, head8_add, head8_sum,
                  kHead4Tokens, Head4Acc, head4_block, store_i16, head8_token, head8_sums,
-                 screen_dot, head4_float)
+                 screen_dot, UpperBytes, head4_float)
 
 }  // namespace
 }  // namespace bitnet::BITNET_ISA

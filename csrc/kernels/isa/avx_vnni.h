@@ -92,6 +92,26 @@ inline int64_t head8_sum(Head8Acc acc) {
   return 256 * sum_i32_wide(acc.high) + sum_i32_wide(acc.low);
 }
 
+// Of upper bytes alone: avx512_heads.h.
+struct UpperBytes {
+  static constexpr int64_t kFromTokens = 4;  // an estimate
+  static constexpr int kTokens = 4;
+  static constexpr int64_t kStep = 32;
+  static constexpr int32_t kOffset = 128;
+  using Acc = __m256i;
+  using Weights = __m256i;
+
+  static Weights weights(const int8_t* p) { return head8_weights(p); }
+  static __m256i token(const int8_t* p) { return load_bytes(p); }
+  [[gnu::always_inline]] static void add(Acc& acc, Weights w, __m256i x) {
+    acc = tile_dot(acc, w, x);
+  }
+  [[gnu::always_inline]] static void add_squares(Acc& acc, const int8_t* p) {
+    const __m256i magnitudes = _mm256_abs_epi8(load_bytes(p));
+    add(acc, magnitudes, _mm256_min_epu8(magnitudes, _mm256_set1_epi8(127)));
+  }
+};
+
 // ---- int4 ---------------------------------------------------------------------------------------
 
 constexpr int kHead4Tokens = 2;
@@ -142,7 +162,7 @@ BITNET_OVERRIDES(SumTables, kFlushSteps, kGemvStreams, Partial, kDotInTwoSteps, 
                  kTokensOfTwoSets, kRowPanelFrom, kRowPanelFlush, tile_dot, kHeadStreams,
                  kHead4Streams, kHeadPairRows, head_distance, kHead8Step, kHead8FlushSteps,
                  kHead8Unroll, kHead8Rows, kHead8Tokens, kHead8Offset, Head8Weights, Head8Acc,
-                 head8_weights, head8_dot, head8_add, head8_sum, kHead4Tokens, Head4Acc,
+                 head8_weights, head8_dot, head8_add, head8_sum, UpperBytes, kHead4Tokens, Head4Acc,
                  head4_block, head4_float)
 
 }  // namespace

@@ -186,6 +186,12 @@ struct SumTables {
   static constexpr bool kHere = false;
 };
 
+// No products of bytes that are faster than those of head_int8; avx512_heads.h has some and shows
+// what it must hold.
+struct UpperBytes {
+  static constexpr int64_t kFromTokens = 0;  // never
+};
+
 // No unit that multiplies two rows with two tokens; neon_i8mm.h has one and shows what it must
 // hold.
 struct TokenPairs {

@@ -334,6 +334,21 @@ inline int64_t head8_sum(Head8Acc acc) {
   return 256 * vaddlvq_s32(acc.high) + vaddlvq_s32(acc.low);
 }
 
+// Of upper bytes alone: avx512_heads.h.
+struct UpperBytes {
+  static constexpr int64_t kFromTokens = 4;  // an estimate
+  static constexpr int kTokens = 8;
+  static constexpr int64_t kStep = 16;
+  static constexpr int32_t kOffset = 0;
+  using Acc = int32x4_t;
+  using Weights = int8x16_t;
+
+  static Weights weights(const int8_t* p) { return vld1q_s8(p); }
+  static int8x16_t token(const int8_t* p) { return vld1q_s8(p); }
+  static void add(Acc& acc, Weights w, int8x16_t x) { acc = vdotq_s32(acc, w, x); }
+  static void add_squares(Acc& acc, const int8_t* p) { add(acc, weights(p), weights(p)); }
+};
+
 // ---- int4 ---------------------------------------------------------------------------------------
 
 constexpr int kHead4Tokens = 2;
@@ -390,7 +405,7 @@ BITNET_OVERRIDES(kStepBlocks, kFlushSteps, kGemvRows, kGemvStreams, kTileRows, k
                  kQuadHalves, QuadWords, QuadSums, QuadFactor, quad_words, quad_factor, quad_add,
                  store_quads, kHeadStreams, kHead4Streams, kHeadPairRows, head_distance, kHead8Step,
                  kHead8FlushSteps, kHead8Unroll, kHead8Rows, kHead8Tokens, kHead8Offset,
-                 Head8Weights, Head8Acc, head8_weights, head8_dot, head8_add, head8_sum,
+                 Head8Weights, Head8Acc, head8_weights, head8_dot, head8_add, head8_sum, UpperBytes,
                  kHead4Tokens, Head4Acc, head4_block, store_i16, head4_float)
 
 }  // namespace

@@ -173,7 +173,8 @@ class BenchModel:
             nonlocal ids
             if i % tokens == 0:
                 rewind(cache, context)
-            ids = self.model(ids, cache, 1)[:, -1].argmax(-1, keepdim=True)
+            logits = self.model(ids, cache, 1, best_only=True)
+            ids = logits[:, -1].argmax(-1, keepdim=True)
 
         return Timed(step)
 
