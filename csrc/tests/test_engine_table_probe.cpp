@@ -1,5 +1,6 @@
 // The measured choice of tables of sums: which products ask for it, that it is made once for an
 // ISA, also where threads come at once, and that products follow it and stay equal.
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
@@ -136,6 +137,35 @@ TEST(what_was_measured_decides) {
     CHECK(engine::table_probe(*table)->seconds == probe->seconds, "measured again");
     std::printf("%s: %.2f times in %.1f ms\n", table->name, probe->gain, 1000 * probe->seconds);
   }
+}
+
+// Kernels that compute nothing and take their time, on any CPU.
+KernelTable sleeping(const char* name, void (*tile_product)(const TileJob&, const EpilogueJob&)) {
+  KernelTable table = scalar_table();
+  table.name = name;
+  table.table_blocking = [](int64_t tokens, int64_t rows, bool) {
+    if (tokens < 16 || rows < 256) return ProductBlocking{};
+    return ProductBlocking{.tokens = 64, .rows = 1024, .even_rows = true, .scratch_bytes = 4096};
+  };
+  table.tile_product = tile_product;
+  return table;
+}
+
+template <int kByTables, int kMultiplied>
+void sleep_for(const TileJob& job, const EpilogueJob&) {
+  std::this_thread::sleep_for(
+      std::chrono::milliseconds(job.scratch != nullptr ? kByTables : kMultiplied));
+}
+
+TEST(the_faster_way_is_taken) {
+  use_measured();
+  begin_case("tables take half of the time, or three times as much");
+  const KernelTable fast = sleeping("fast tables", sleep_for<3, 6>);
+  const KernelTable slow = sleeping("slow tables", sleep_for<6, 2>);
+  CHECK(cut_of(fast, 64, 2048).table_rows == 2048, "multiplied");
+  CHECK(cut_of(slow, 64, 2048).table_rows == 0, "by tables");
+  const double gain = engine::table_probe(fast)->gain, loss = engine::table_probe(slow)->gain;
+  CHECK(gain > 1.05 && loss < 1, "%g and %g", gain, loss);
 }
 
 // A failure to get memory counts as a loss, and is no error.
