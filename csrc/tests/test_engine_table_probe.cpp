@@ -1,5 +1,6 @@
 // The measured choice of tables of sums: which products ask for it, that it is made once for an
 // ISA, also where threads come at once, and that products follow it and stay equal.
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -166,6 +167,23 @@ TEST(the_faster_way_is_taken) {
   CHECK(cut_of(slow, 64, 2048).table_rows == 0, "by tables");
   const double gain = engine::table_probe(fast)->gain, loss = engine::table_probe(slow)->gain;
   CHECK(gain > 1.05 && loss < 1, "%g and %g", gain, loss);
+}
+
+TEST(one_of_many_threads_measures) {
+  use_measured();
+  begin_case("threads that ask at once");
+  static std::atomic<int> products{0};
+  const KernelTable table = sleeping("counted", [](const TileJob&, const EpilogueJob&) {
+    ++products;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  });
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 7; ++i) threads.emplace_back([&] { cut_of(table, 64, 2048); });
+  for (std::thread& thread : threads) thread.join();
+  const int once = products;
+  CHECK(once >= 6 && once <= 16, "%d products", once);  // three to eight turns of two
+  cut_of(table, 64, 2048);
+  CHECK(products == once, "measured again");
 }
 
 // A failure to get memory counts as a loss, and is no error.
