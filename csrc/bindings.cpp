@@ -5,9 +5,11 @@
 #include <pybind11/stl.h>
 
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "engine/table_probe.h"
 #include "format/layout.h"
 #include "kernels/dispatch.h"
 #include "kernels/features.h"
@@ -162,10 +164,13 @@ PYBIND11_MODULE(_runtime, m) {
         row["prefetch_bytes"] = bitnet::tuning().prefetch_bytes;
         row["head_bytes"] = bitnet::tuning().head_bytes;
         row["head_into_l2"] = bitnet::tuning().head_into_l2;
-        row["sum_tables"] = bitnet::tuning().sum_tables;
+        row["sum_tables"] = bitnet::engine::tables_gain(bitnet::kernels());
+        const auto probe = bitnet::engine::table_probe(bitnet::kernels());
+        row["sum_tables_gain"] = probe ? std::optional(probe->gain) : std::nullopt;
+        row["sum_tables_ms"] = probe ? std::optional(1000 * probe->seconds) : std::nullopt;
         return row;
       },
-      "What is tuned to the make of the CPU.");
+      "What is tuned to the make of the CPU, or measured on it now where its make is not known.");
   m.def("build_info", &build_info, "Compiler, torch and ABI floor of this build.");
   m.def(
       "attention_pages", [] { return bitnet::page_counts(); },

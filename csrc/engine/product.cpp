@@ -6,9 +6,9 @@
 #include <atomic>
 #include <exception>
 
+#include "engine/table_probe.h"
 #include "format/layout.h"
 #include "runtime/memory.h"
-#include "runtime/tuning.h"
 
 namespace bitnet::engine {
 namespace {
@@ -43,14 +43,15 @@ bool end_together(int64_t units, int64_t threads) {
 }
 
 // Rows of a product that is made by tables of sums: if each thread has as many as are worth the
-// building, of the blocks of tokens that are made at once. Else 0.
+// building, of the blocks of tokens that are made at once, and tables gain on this CPU. Else 0.
 int64_t table_rows_of(const KernelTable& table, const ProductShape& s, int64_t threads) {
-  if (!s.tables || !tuning().sum_tables) return 0;
+  if (!s.tables) return 0;
   const int64_t rows = s.row_blocks * s.block_rows;
   const ProductBlocking all = table.table_blocking(s.tokens, rows, s.grouped);
   if (all.scratch_bytes == 0) return 0;
   const int64_t of_thread = rows * ceil_div(s.tokens, all.tokens) / threads;
-  return table.table_blocking(s.tokens, of_thread, s.grouped).scratch_bytes == 0 ? 0 : rows;
+  if (table.table_blocking(s.tokens, of_thread, s.grouped).scratch_bytes == 0) return 0;
+  return tables_gain(table) ? rows : 0;  // asked last: the first answer may take milliseconds
 }
 
 // In how many parts these rows are cut, so that threads have equally many parts of a block of

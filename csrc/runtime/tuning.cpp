@@ -53,16 +53,18 @@ void override_by(const char* text, Tuning& row) {
   if (!level.empty()) row.head_into_l2 = level == ":L2";
 }
 
-bool as_flag(const std::string& text) {
-  if (text == "0" || text == "1") return text == "1";
-  throw std::runtime_error("BITNET_OPS_TABLES: expected 0 or 1, got '" + text +
+TableUse table_use(const std::string& text) {
+  if (text == "0") return TableUse::kOff;
+  if (text == "1") return TableUse::kOn;
+  if (text == "measure") return TableUse::kMeasured;
+  throw std::runtime_error("BITNET_OPS_TABLES: expected 0, 1 or measure, got '" + text +
                            "'; it says whether products of many tokens use tables of sums");
 }
 
 Tuning choose() {
   constexpr unsigned kZen3 = 0x19, kZen5 = 0x1a;  // the family of Zen 4 is that of Zen 3
   const Cpu cpu = this_cpu();
-  Tuning row{"unknown", 2048, 2048, false, true, false, false};
+  Tuning row{"unknown", 2048, 2048, false, true, false, TableUse::kMeasured};
   if (cpu.vendor == "AuthenticAMD") {
     const bool newer = cpu.family >= kZen5;
     row = {newer ? "AMD Zen 5 and later" : "AMD up to Zen 4",
@@ -71,14 +73,15 @@ Tuning choose() {
            !newer,
            false,
            true,
-           cpu.family == kZen3};
+           cpu.family == kZen3 ? TableUse::kOn : TableUse::kMeasured};
   }
-  if (cpu.vendor == "GenuineIntel") row = {"Intel", 2048, 2048, false, true, false, false};
+  if (cpu.vendor == "GenuineIntel")
+    row = {"Intel", 2048, 2048, false, true, false, TableUse::kMeasured};
   if (const char* wanted = std::getenv("BITNET_OPS_PREFETCH"); wanted != nullptr && *wanted != 0) {
     override_by(wanted, row);
   }
   if (const char* wanted = std::getenv("BITNET_OPS_TABLES"); wanted != nullptr && *wanted != 0)
-    row.sum_tables = as_flag(wanted);
+    row.sum_tables = table_use(wanted);
   return row;
 }
 

@@ -6,6 +6,12 @@
 
 namespace bitnet {
 
+enum class TableUse {
+  kOff,
+  kOn,
+  kMeasured,  // by the first product that could use tables (engine/table_probe.h)
+};
+
 struct Tuning {
   const char* cpu;         // name of the row, shown by `bitnet-ops doctor`
   int64_t prefetch_bytes;  // distance ahead of a weight stream
@@ -21,13 +27,13 @@ struct Tuning {
   // Sapphire Rapids it takes four times as long.
   bool fast_pairs;
   // Whether many tokens are multiplied by tables of sums (ternary/tables.inl), where an ISA has
-  // them: six instructions and three loads a cycle gain, four instructions do not.
-  bool sum_tables;
+  // them. They need many instructions and loads a cycle: Zen 3 and 4 gain, others are not known.
+  TableUse sum_tables;
 };
 
 // The row of this CPU; BITNET_OPS_PREFETCH=bytes (0 to 65536) overrides the distance, bytes:L1 or
-// bytes:L2 where the heads fetch to as well; BITNET_OPS_TABLES=0 or 1 whether tables of sums are
-// used.  Throws std::runtime_error on another value.
+// bytes:L2 where the heads fetch to as well; BITNET_OPS_TABLES=0, 1 or measure whether tables of
+// sums are used.  Throws std::runtime_error on another value.
 const Tuning& tuning();
 
 }  // namespace bitnet

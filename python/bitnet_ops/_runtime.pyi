@@ -59,12 +59,14 @@ def packed_shape(
     k-steps, lanes, 4]. Raises ValueError for another layout.
     """
 
-def tuning() -> dict[str, str | int | bool]:
+def tuning() -> dict[str, str | int | bool | float | None]:
     """ "cpu": the row of the tuning table in use; the rest: its values or the environment's.
 
     "prefetch_bytes": how far ahead weights are prefetched; "head_bytes": a head's, for one token;
     "head_into_l2": those only into L2;
-    "sum_tables": products of many tokens use tables of sums, where the ISA has them.
+    "sum_tables": with the ISA in use, products of many tokens use tables of sums;
+    "sum_tables_gain": how much faster those were than multiplying, None where the row decides;
+    "sum_tables_ms": what measuring took. The first call may measure, as the first product would.
     """
 
 def build_info() -> dict[str, str | int]:

@@ -55,6 +55,8 @@ def test_json_has_every_field(facts: dict[str, Any]) -> None:
             "head_bytes",
             "head_into_l2",
             "sum_tables",
+            "sum_tables_gain",
+            "sum_tables_ms",
             "error",
         },
         "weight_format": {"named", "error"},
@@ -134,7 +136,7 @@ def test_placement_is_shown() -> None:
     [
         ("BITNET_OPS_MEMORY", "everywhere", "first_touch or interleave"),
         ("BITNET_OPS_PREFETCH", "far", "bytes from 0 to 65536"),
-        ("BITNET_OPS_TABLES", "yes", "0 or 1"),
+        ("BITNET_OPS_TABLES", "yes", "0, 1 or measure"),
         ("BITNET_OPS_WEIGHT_FORMAT", "3bit", "one of canonical, 2bit, 1.6bit"),
     ],
 )
@@ -146,6 +148,28 @@ def test_an_ill_set_variable_is_an_error_with_the_remedy(
     said = " ".join(done.stdout.split())
     assert f"ERROR: {variable}: expected {expected}, got '{text}'" in said
     assert f"remedy: unset {variable}" in said
+
+
+@pytest.mark.parametrize("isa", _runtime.available_isas())
+def test_measured_tables_are_shown_with_their_gain(isa: str) -> None:
+    facts = json.loads(
+        run_doctor("--json", BITNET_OPS_TABLES="measure", BITNET_OPS_ISA=isa).stdout
+    )["tuning"]
+    gain, text = facts["sum_tables_gain"], doctor._tables_text(facts)
+    assert (gain is not None) == isa.startswith("avx")  # elsewhere there are none
+    assert facts["sum_tables"] == (gain is not None and gain >= 1.05)
+    said = "on" if facts["sum_tables"] else "off"
+    how = "" if gain is None else f"; measured: {gain:.2f} times as fast as multiplying"
+    assert text == f"of sums, for many tokens: {said}{how}"
+
+
+def test_tables_that_are_not_measured_have_no_gain() -> None:
+    for use in ("0", "1"):
+        facts = json.loads(run_doctor("--json", BITNET_OPS_TABLES=use).stdout)["tuning"]
+        assert facts["sum_tables_gain"] is None and facts["sum_tables_ms"] is None
+        said = "on" if facts["sum_tables"] else "off"
+        assert doctor._tables_text(facts) == f"of sums, for many tokens: {said}"
+        assert use == "1" or said == "off"
 
 
 def test_interleaved_nodes_are_no_problem(healthy: dict[str, Any]) -> None:

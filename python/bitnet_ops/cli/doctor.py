@@ -1,8 +1,9 @@
 """`bitnet-ops doctor`: what this machine offers, what the package uses of it, and why.
 
 `collect` gathers facts, `find_problems` judges them, `render` prints both on one screen. It changes
-nothing and measures nothing (that is `bitnet-ops bench`). `--check-amx` holds the CPU's tile
-products against the model that every other instruction set follows, and does nothing else.
+nothing, and measures nothing but what the first prompt would (`bitnet-ops bench` measures).
+`--check-amx` holds the CPU's tile products against the model that every other instruction set
+follows, and does nothing else.
 """
 
 from __future__ import annotations
@@ -319,7 +320,8 @@ def _build_problems(vllm: Facts) -> list[Problem]:
 
 def render(facts: Facts) -> list[str]:
     """The report as lines of plain text, one screen of 100 columns; a path alone may be longer."""
-    rows = [*_machine_rows(facts), *_isa_rows(facts["isa"]), *_process_rows(facts)]
+    rows = [*_machine_rows(facts), *_isa_rows(facts["isa"])]
+    rows += [("tables", _tables_text(facts["tuning"])), *_process_rows(facts)]
     rows += [(engine, _plugin_text(facts[engine])) for engine in ("sglang", "vllm")]
     lines = [*(_line(label, text) for label, text in rows), ""]
     for problem in facts["problems"]:
@@ -390,6 +392,15 @@ def _isa_rows(isa: Facts) -> list[tuple[str, str]]:
         mark = "*" if row["selected"] else "+" if row["available"] else "-"
         rows.append(("", f"{mark} {row['isa']:<13}{row['reason']}"))
     return rows
+
+
+def _tables_text(tuning: Facts) -> str:
+    """Whether products of many tokens use tables of sums, and why."""
+    if tuning["error"]:
+        return "unknown"
+    used, gain = "on" if tuning["sum_tables"] else "off", tuning["sum_tables_gain"]
+    how = "" if gain is None else f"; measured: {gain:.2f} times as fast as multiplying"
+    return f"of sums, for many tokens: {used}{how}"
 
 
 def _process_rows(facts: Facts) -> list[tuple[str, str]]:

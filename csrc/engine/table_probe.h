@@ -1,0 +1,24 @@
+// Whether products by tables of sums are faster than multiplied ones on this CPU: its row of
+// runtime/tuning.h says so, or one measurement of some milliseconds does. Their results are equal.
+#pragma once
+
+#include <optional>
+
+#include "kernels/kernel_table.h"
+
+namespace bitnet::engine {
+
+struct TableProbe {
+  double gain = 0;     // time when multiplied / time by tables; 0: no memory to measure in
+  double seconds = 0;  // that the measurement took
+};
+
+// The measurement of these kernels, if one is finished.
+std::optional<TableProbe> table_probe(const KernelTable& table);
+
+// Whether large products of these kernels are to use tables. The first call may measure, on its own
+// thread; callers that come meanwhile are told to multiply. Not to be called inside a parallel
+// region, where other threads would wait for the measurement.
+bool tables_gain(const KernelTable& table);
+
+}  // namespace bitnet::engine

@@ -1,0 +1,204 @@
+// The measured choice of tables of sums: which products ask for it, that it is made once for an
+// ISA, also where threads come at once, and that products follow it and stay equal.
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/pack.h"
+#include "engine/product.h"
+#include "engine/table_probe.h"
+#include "runtime/tuning.h"
+#include "tests/check.h"
+#include "tests/random.h"
+#include "tests/tables.h"
+#include "tests/threads.h"
+
+namespace bitnet::test {
+namespace {
+
+using engine::ProductCut, engine::ProductShape, engine::Projection;
+
+constexpr int64_t kK = 256;
+
+std::size_t at(int64_t i) { return static_cast<std::size_t>(i); }
+
+bool has_tables(const KernelTable& table) {
+  return table.table_blocking(1 << 20, 1 << 20, false).scratch_bytes != 0;
+}
+
+// Of the suite's own process, before anything reads the tuning row.
+void use_measured() {
+  use_plain_threads();
+  setenv("BITNET_OPS_TABLES", "measure", 1);
+  CHECK(tuning().sum_tables == TableUse::kMeasured, "the row was read before");
+}
+
+ProductCut cut_of(const KernelTable& table, int64_t tokens, int64_t rows, bool tables = true) {
+  const int64_t block_rows = 4 * table.tile_lanes;
+  return engine::cut_for(table, {tokens, kK, rows / block_rows, block_rows, false, true, tables},
+                         1);
+}
+
+// The first test, so nothing else has measured.
+TEST(a_few_tokens_or_rows_measure_nothing) {
+  use_measured();
+  for (const KernelTable* table : tables_under_test()) {
+    begin_case("%s", table->name);
+    cut_of(*table, 1, 1 << 16);
+    cut_of(*table, 4, 1 << 16);
+    cut_of(*table, 512, 128);
+    cut_of(*table, 512, 1 << 14, false);
+    CHECK(!engine::table_probe(*table), "measured");
+  }
+}
+
+// A matrix of 2 bit weights, tokens, and what their product has to be.
+class Sample {
+ public:
+  Sample(const KernelTable& table, int64_t rows, int64_t tokens)
+      : table_(table),
+        weight_(engine::tile_weight(nullptr, engine::WeightFormat::kTwoBit, rows, kK,
+                                    table.tile_lanes)),
+        tiles_(at(weight_.bytes())),
+        codes_(at(rows * kK)),
+        x_(at(tokens * kK)),
+        buffer_(table, tokens, kK) {
+    Random random(3);
+    for (int8_t& code : codes_) code = static_cast<int8_t>(random.next() % 3) - 1;
+    for (int8_t& x : x_) x = static_cast<int8_t>(random.next());
+    std::vector<uint8_t> canonical(at(rows * layout::row_bytes_for(kK)));
+    engine::pack(codes_.data(), rows, kK, canonical.data());
+    weight_.data = tiles_.data();
+    engine::repack(canonical.data(), weight_, table.tile_lanes, tiles_.data());
+    buffer_.copy_quantized(table, x_.data(), nullptr);
+  }
+
+  std::vector<int32_t> product() const {
+    std::vector<int32_t> sums(at(buffer_.view().tokens * weight_.n_rows), 77);
+    const Projection p = engine::make_sums(weight_, sums.data());
+    engine::multiply(table_, buffer_.view(), &p, 1);
+    return sums;
+  }
+  int32_t sum(int64_t row, int64_t token) const {
+    int32_t sum = 0;
+    for (int64_t k = 0; k < kK; ++k) sum += codes_[at(row * kK + k)] * x_[at(token * kK + k)];
+    return sum;
+  }
+  void check(const std::vector<int32_t>& sums) const {
+    for (std::size_t i = 0; i < sums.size(); ++i) {
+      const auto row = static_cast<int64_t>(i) % weight_.n_rows;
+      const auto token = static_cast<int64_t>(i) / weight_.n_rows;
+      CHECK(sums[i] == sum(row, token), "row %d token %d: %d", static_cast<int>(row),
+            static_cast<int>(token), sums[i]);
+    }
+  }
+
+ private:
+  const KernelTable& table_;
+  engine::Weight weight_;
+  std::vector<uint8_t> tiles_;
+  std::vector<int8_t> codes_, x_;
+  engine::TokenBuffer buffer_;
+};
+
+TEST(threads_come_at_once) {
+  use_measured();
+  constexpr int kThreads = 7;
+  for (const KernelTable* table : tables_under_test()) {
+    begin_case("%s", table->name);
+    const Sample sample(*table, 1100, 33);
+    std::vector<std::vector<int32_t>> sums(kThreads);
+    std::vector<std::thread> threads;
+    for (std::vector<int32_t>& of_thread : sums)
+      threads.emplace_back([&] { of_thread = sample.product(); });
+    for (std::thread& thread : threads) thread.join();
+    sample.check(sums[0]);
+    for (const std::vector<int32_t>& others : sums) CHECK(others == sums[0], "other sums");
+    CHECK(engine::table_probe(*table).has_value() == has_tables(*table),
+          "not measured, or in vain");
+  }
+}
+
+TEST(what_was_measured_decides) {
+  use_measured();
+  for (const KernelTable* table : tables_under_test()) {
+    begin_case("%s", table->name);
+    const ProductCut cut = cut_of(*table, 64, 2048);
+    const auto probe = engine::table_probe(*table);
+    CHECK(probe.has_value() == has_tables(*table), "measured where there are no tables");
+    CHECK((cut.table_rows != 0) == (probe && probe->gain >= 1.05), "%d rows by tables",
+          static_cast<int>(cut.table_rows));
+    if (!probe) continue;
+    CHECK(probe->gain > 0 && probe->seconds > 0, "%g in %g s", probe->gain, probe->seconds);
+    cut_of(*table, 128, 4096);
+    CHECK(engine::table_probe(*table)->seconds == probe->seconds, "measured again");
+    std::printf("%s: %.2f times in %.1f ms\n", table->name, probe->gain, 1000 * probe->seconds);
+  }
+}
+
+// Kernels that compute nothing and take their time, on any CPU.
+KernelTable sleeping(const char* name, void (*tile_product)(const TileJob&, const EpilogueJob&)) {
+  KernelTable table = scalar_table();
+  table.name = name;
+  table.table_blocking = [](int64_t tokens, int64_t rows, bool) {
+    if (tokens < 16 || rows < 256) return ProductBlocking{};
+    return ProductBlocking{.tokens = 64, .rows = 1024, .even_rows = true, .scratch_bytes = 4096};
+  };
+  table.tile_product = tile_product;
+  return table;
+}
+
+template <int kByTables, int kMultiplied>
+void sleep_for(const TileJob& job, const EpilogueJob&) {
+  std::this_thread::sleep_for(
+      std::chrono::milliseconds(job.scratch != nullptr ? kByTables : kMultiplied));
+}
+
+TEST(the_faster_way_is_taken) {
+  use_measured();
+  begin_case("tables take half of the time, or three times as much");
+  const KernelTable fast = sleeping("fast tables", sleep_for<3, 6>);
+  const KernelTable slow = sleeping("slow tables", sleep_for<6, 2>);
+  CHECK(cut_of(fast, 64, 2048).table_rows == 2048, "multiplied");
+  CHECK(cut_of(slow, 64, 2048).table_rows == 0, "by tables");
+  const double gain = engine::table_probe(fast)->gain, loss = engine::table_probe(slow)->gain;
+  CHECK(gain > 1.05 && loss < 1, "%g and %g", gain, loss);
+}
+
+TEST(one_of_many_threads_measures) {
+  use_measured();
+  begin_case("threads that ask at once");
+  static std::atomic<int> products{0};
+  const KernelTable table = sleeping("counted", [](const TileJob&, const EpilogueJob&) {
+    ++products;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  });
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 7; ++i) threads.emplace_back([&] { cut_of(table, 64, 2048); });
+  for (std::thread& thread : threads) thread.join();
+  const int once = products;
+  CHECK(once >= 6 && once <= 16, "%d products", once);  // three to eight turns of two
+  cut_of(table, 64, 2048);
+  CHECK(products == once, "measured again");
+}
+
+// A failure to get memory counts as a loss, and is no error.
+TEST(without_memory_products_are_multiplied) {
+  if (kSanitized) return not_here("an allocator that may fail");
+  use_measured();
+  for (const KernelTable* table : tables_under_test()) {
+    const std::string name = std::string("starved ") + table->name;
+    KernelTable starved = without_scratch(*table);
+    starved.name = name.c_str();
+    begin_case("%s", starved.name);
+    CHECK(cut_of(starved, 64, 2048).table_rows == 0, "tables without memory");
+    if (has_tables(*table)) CHECK(engine::table_probe(starved)->gain == 0, "a gain");
+  }
+}
+
+}  // namespace
+}  // namespace bitnet::test
