@@ -201,15 +201,15 @@ struct TableSteps {
     return _mm512_srli_epi16(v, N);
   }
   static TileStep joined(TileStep a, TileStep b) { return _mm512_or_si512(a, b); }
-  // Four codes of a lane times 1, 3, 9 and 27.
-  static TileSum base_3(TileCodes v) {
-    return _mm512_dpbusd_epi32(_mm512_setzero_si512(), v, _mm512_set1_epi32(0x1b090301));
+  // As YmmTables.
+  static TileSum two_lines(TileCodes a, TileCodes b) {
+    const __m512i powers = _mm512_set1_epi32(0x1b090301);
+    const __m512i second = _mm512_dpbusd_epi32(_mm512_setzero_si512(), b, powers);
+    return _mm512_dpbusd_epi32(_mm512_slli_epi32(second, 16), a, powers);
   }
   template <int kLeft, int kRight>
-  static void store_lines(const __m512i (&numbers)[8], uint16_t* to) {
-    __m512i pairs[4];
+  static void store_lines(__m512i (&pairs)[4], uint16_t* to) {
     for (int i = 0; i < 4; ++i) {
-      pairs[i] = _mm512_or_si512(numbers[2 * i], _mm512_slli_epi32(numbers[2 * i + 1], 16));
       if (kLeft > 0) pairs[i] = _mm512_slli_epi16(pairs[i], kLeft);
       if (kRight > 0) pairs[i] = _mm512_srli_epi16(pairs[i], kRight);
     }
@@ -219,21 +219,17 @@ struct TableSteps {
     const __m512i d = _mm512_unpackhi_epi32(pairs[2], pairs[3]);
     const __m512i rows[4] = {_mm512_unpacklo_epi64(a, c), _mm512_unpackhi_epi64(a, c),
                              _mm512_unpacklo_epi64(b, d), _mm512_unpackhi_epi64(b, d)};
-    auto* out = reinterpret_cast<__m128i*>(to);
-    for (int i = 0; i < 4; ++i) {
-      _mm_store_si128(out + i, _mm512_castsi512_si128(rows[i]));
-      _mm_store_si128(out + 4 + i, _mm512_extracti32x4_epi32(rows[i], 1));
-      _mm_store_si128(out + 8 + i, _mm512_extracti32x4_epi32(rows[i], 2));
-      _mm_store_si128(out + 12 + i, _mm512_extracti32x4_epi32(rows[i], 3));
-    }
+    for (int i = 0; i < 4; ++i) _mm512_store_si512(to + 32 * i, rows[i]);
   }
+  // As they are in registers: four rows each, four apart.
+  static constexpr int row_at(int place) { return place % 4 * 4 + place / 4; }
 };
 
 // 16 tokens of a ymm, for few.
 struct NarrowTables : TableSteps, YmmSums {
   using Narrow = NarrowTables;
   static constexpr int kBeside = 2;
-  static constexpr int64_t kRowCost = 850, kBothCost = 1050, kLinesCost = 140, kBuildCost = 80000;
+  static constexpr int64_t kRowCost = 850, kBothCost = 1050, kLinesCost = 95, kBuildCost = 80000;
   static constexpr int64_t kProductCost = 52;
 
   template <int J>
@@ -261,7 +257,7 @@ struct SumTables : TableSteps {
   using Narrow = NarrowTables;
   static constexpr int64_t kTokens = 32, kFromTokens = 10, kFromRows = 512;
   static constexpr int kBeside = 4;
-  static constexpr int64_t kRowCost = 1280, kBothCost = 1800, kLinesCost = 140, kBuildCost = 130000;
+  static constexpr int64_t kRowCost = 1280, kBothCost = 1800, kLinesCost = 95, kBuildCost = 130000;
   static constexpr int64_t kProductCost = 52;
   using Sums = __m512i;  // int16
 

@@ -198,10 +198,13 @@ struct YmmTables : YmmSums {
     return _mm256_srli_epi16(v, N);
   }
   static TileStep joined(TileStep a, TileStep b) { return _mm256_or_si256(a, b); }
-  // Four codes of a lane times 1, 3, 9 and 27.
-  static TileSum base_3(TileCodes v) {
-    const __m256i powers = _mm256_set1_epi32(0x1b090301);
-    return _mm256_madd_epi16(_mm256_maddubs_epi16(v, powers), _mm256_set1_epi16(1));
+  // The four codes of a lane times 1, 3, 9 and 27: of a below, of b above.
+  static TileSum two_lines(TileCodes a, TileCodes b) {
+    const auto line = [](TileCodes v) {
+      const __m256i powers = _mm256_set1_epi32(0x1b090301);
+      return _mm256_madd_epi16(_mm256_maddubs_epi16(v, powers), _mm256_set1_epi16(1));
+    };
+    return _mm256_or_si256(line(a), _mm256_slli_epi32(line(b), 16));
   }
   // Code J of every token's word of four.
   template <int J>
@@ -240,12 +243,10 @@ struct YmmTables : YmmSums {
       _mm256_store_ps(values + 8 * i, _mm256_fmadd_ps(v, factor, before));
     }
   }
-  // Eight numbers below 2^13 of every lane, lane after lane, times 2^kLeft or by 2^kRight.
+  // Eight numbers below 2^13 of every lane, times 2^kLeft or by 2^kRight.
   template <int kLeft, int kRight>
-  static void store_lines(const __m256i (&numbers)[8], uint16_t* to) {
-    __m256i pairs[4];
+  static void store_lines(__m256i (&pairs)[4], uint16_t* to) {
     for (int i = 0; i < 4; ++i) {
-      pairs[i] = _mm256_or_si256(numbers[2 * i], _mm256_slli_epi32(numbers[2 * i + 1], 16));
       if (kLeft > 0) pairs[i] = _mm256_slli_epi16(pairs[i], kLeft);
       if (kRight > 0) pairs[i] = _mm256_srli_epi16(pairs[i], kRight);
     }
@@ -255,12 +256,11 @@ struct YmmTables : YmmSums {
     const __m256i d = _mm256_unpackhi_epi32(pairs[2], pairs[3]);
     const __m256i rows[4] = {_mm256_unpacklo_epi64(a, c), _mm256_unpackhi_epi64(a, c),
                              _mm256_unpacklo_epi64(b, d), _mm256_unpackhi_epi64(b, d)};
-    auto* out = reinterpret_cast<__m128i*>(to);
-    for (int i = 0; i < 4; ++i) {
-      _mm_store_si128(out + i, _mm256_castsi256_si128(rows[i]));
-      _mm_store_si128(out + 4 + i, _mm256_extracti128_si256(rows[i], 1));
-    }
+    auto* out = reinterpret_cast<__m256i*>(to);
+    for (int i = 0; i < 4; ++i) _mm256_store_si256(out + i, rows[i]);
   }
+  // As they are in registers: two rows each, four apart.
+  static constexpr int row_at(int place) { return place % 2 * 4 + place / 2; }
 };
 
 // ---- int8 caches --------------------------------------------------------------------------------

@@ -297,10 +297,10 @@ struct GroupSums {
       const S* scale = static_cast<const S*>(job.scale) + row / kTileRows * job.scale_stride;
       for (int64_t i = 0; i < kTileRows; i += kTileLanes)
         store_floats(w_scale + i, load_floats(scale + g * kTileRows + i));
-      for (int64_t i = 0; i < kTileRows; ++i) {
-        const int64_t at = (row + i) * U::kTokens;
-        U::add_scaled(block.sums + at, w_scale[i], factors, block.first, values + at);
-      }
+      for_placed_rows<U>(kTileRows, [&](int64_t place, int64_t i) BITNET_INLINE_LAMBDA {
+        U::add_scaled(block.sums + (row + place) * U::kTokens, w_scale[i], factors, block.first,
+                      values + (row + i) * U::kTokens);
+      });
     }
     return true;
   }

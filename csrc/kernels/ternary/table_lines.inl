@@ -46,8 +46,20 @@ struct LinesOfFive {
   }
 };
 
-// Rows of `tiles` tiles: the lines of k-steps [0, 8) to lines[row][8], those of the next eight to
-// lines[rows + row][8]. A line's number is in units of 8 bytes, as an address takes it.
+// Calls f(place, row) for all rows: where the lines and sums of a row stand. Those of the rows of a
+// tile's field are in the order in which U stores lines.
+template <class U, class F>
+[[gnu::always_inline]] inline void for_placed_rows(int64_t rows, const F& f) {
+  for (int64_t n = 0; n < rows; n += kTileLanes) {
+    repeat<kTileLanes>([&]<int i>() BITNET_INLINE_LAMBDA {
+      constexpr int kRow = U::row_at(i);
+      f(n + i, n + kRow);
+    });
+  }
+}
+
+// Rows of `tiles` tiles: the lines of k-steps [0, 8) to lines[place][8], those of the next eight to
+// lines[rows + place][8]. A line's number is in units of 8 bytes, as an address takes it.
 template <class U, class D>
 [[gnu::noinline]] void find_lines(const uint8_t* w, int64_t tile_bytes, int64_t tiles, int64_t rows,
                                   uint16_t* lines) {
@@ -64,14 +76,15 @@ template <class U, class D>
       uint16_t* to = lines + (h * rows + i * D::kFields * kTileLanes) * kTablesAtOnce;
       repeat<D::kFields>([&]<int f>() BITNET_INLINE_LAMBDA {
         constexpr int kFactor = D::template kFactor<f>;
-        TileSum numbers[kTablesAtOnce];
-        repeat<kTablesAtOnce>([&]<int g>() BITNET_INLINE_LAMBDA {
-          const auto v = D::prepare(load_step(from + g * kStepBytes));
-          numbers[g] = U::base_3(D::template codes<f>(v));
-        });
+        TileSum pairs[kTablesAtOnce / 2];
+        const auto codes = [&](int g) BITNET_INLINE_LAMBDA {
+          return D::template codes<f>(D::prepare(load_step(from + g * kStepBytes)));
+        };
+        for (int i = 0; i < kTablesAtOnce / 2; ++i)
+          pairs[i] = U::two_lines(codes(2 * i), codes(2 * i + 1));
         constexpr int kLeft = kFactor < kUnits ? __builtin_ctz(kUnits / kFactor) : 0;
         constexpr int kRight = kFactor > kUnits ? __builtin_ctz(kFactor / kUnits) : 0;
-        U::template store_lines<kLeft, kRight>(numbers, to + f * kTileLanes * kTablesAtOnce);
+        U::template store_lines<kLeft, kRight>(pairs, to + f * kTileLanes * kTablesAtOnce);
       });
     });
   }

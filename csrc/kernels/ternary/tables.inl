@@ -16,8 +16,8 @@ constexpr int64_t kTableGroupRows = 1024;  // likewise, with scales of groups
 // A block of tokens: 16-bit sums of all rows, and what they have gone to so far, of 32 bits.
 template <class U>
 struct TableBlock {
-  int16_t* sums;  // [rows][kTokens], rows rounded up to 16
-  void* totals;   // likewise
+  int16_t* sums;  // [places of rows][kTokens], rounded up to 16
+  void* totals;   // [rows][kTokens], likewise
   float* words;   // [16][kTokens]
   int64_t token, tokens;
   typename U::Sums magnitudes;  // since the sums were folded, for every token
@@ -153,8 +153,9 @@ struct WholeSums {
     block.magnitudes = U::add(block.magnitudes, more);
     if (done < k_steps && !U::any_above(block.magnitudes, 32767 - 4096)) return false;
     auto* wide = static_cast<int32_t*>(block.totals);
-    for (int64_t i = 0; i < rows * U::kTokens; i += U::kTokens)
-      U::widen(block.sums + i, block.first, wide + i);
+    for_placed_rows<U>(rows, [&](int64_t place, int64_t row) BITNET_INLINE_LAMBDA {
+      U::widen(block.sums + place * U::kTokens, block.first, wide + row * U::kTokens);
+    });
     block.magnitudes = U::zero();
     return true;
   }
