@@ -155,11 +155,12 @@ BITNET_LIBRARY(m) {
   //   out_features: the program's vocab V, adapters [sequences]: the LoRA adapter of each, -1: none
   //   of a program with blocks delta_net three tensors more in caches, as `states` of delta_net,
   //   and state_steps as there
-  //   best_only: only the largest logit is wanted, so that those of other tokens may be -infinity
+  //   largest: only so many largest logits of a row are wanted, lower ids first among equals, so
+  //   that those of other tokens may be -infinity; 0: all
   //   -> logits float32 [r, V]; of a head without a matrix V is K: the rows behind the last norm
   m.def(
       "model_step(Tensor x, Tensor program, Tensor(a!)[] caches, Tensor positions, Tensor "
       "slot_mapping, Tensor query_start_loc, Tensor seq_lens, Tensor block_table, Tensor "
       "logit_rows, int out_features, Tensor? adapters=None, str layout=\"rows\", Tensor? "
-      "state_steps=None, bool best_only=False) -> Tensor");
+      "state_steps=None, int largest=0) -> Tensor");
 }

@@ -7,7 +7,9 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <limits>
+#include <span>
 
 #include "kernels/dispatch.h"
 #include "runtime/parallel.h"
@@ -208,18 +210,22 @@ void raise_best(uint64_t found, std::atomic<uint64_t>& best) {
   }
 }
 
-int64_t best_rows(const KernelTable& table, const HeadView& head, int64_t row_begin,
-                  int64_t row_end, const HeadInput& input, int64_t tokens,
-                  std::atomic<uint64_t>* best, float* out, int64_t out_stride) {
+int64_t largest_rows(const KernelTable& table, const HeadView& head, int64_t row_begin,
+                     int64_t row_end, const HeadInput& input, int64_t tokens,
+                     const Largest& largest, float* out, int64_t out_stride) {
   constexpr float kNone = -std::numeric_limits<float>::infinity();
   const int64_t rows = row_end - row_begin;
+  const bool best_only = largest.count == 1;
   table.head_upper(static_cast<const int8_t*>(head.weight), static_cast<const float*>(head.scale),
                    head.k, row_begin, row_end, input.tokens, tokens, out, out_stride);
   int64_t count = 0;
   for (int64_t m = 0; m < tokens; ++m) {
     float* const bounds = out + m * out_stride;
-    uint64_t mine = best[m].load(std::memory_order_relaxed);
-    float least = mine == 0 ? kNone : logit_of_best(mine);
+    const auto heap = best_only ? std::span<float>()
+                                : std::span(largest.heaps + m * largest.count,
+                                            static_cast<size_t>(largest.count));
+    uint64_t best = best_only ? largest.best[m].load(std::memory_order_relaxed) : 0;
+    float least = !best_only ? heap.front() : best == 0 ? kNone : logit_of_best(best);
     if (table.max_row(bounds, rows) < least) {
       std::fill_n(bounds, rows, kNone);
       continue;
@@ -228,18 +234,25 @@ int64_t best_rows(const KernelTable& table, const HeadView& head, int64_t row_be
     token.tokens += m;
     for (int64_t n = 0; n < rows; ++n) {
       float& logit = bounds[n];
-      if (!(logit < least)) {  // or a NaN
-        head_rows(table, head, row_begin + n, row_begin + n + 1, token, 1, &logit, 0);
-        ++count;
-        if (logit != logit) continue;
-        if (const uint64_t found = as_best(logit, row_begin + n); found > mine) {
-          mine = found;
-          least = logit_of_best(mine);
-        }
+      if (logit < least) {
+        logit = kNone;
+        continue;
       }
-      logit = kNone;
+      head_rows(table, head, row_begin + n, row_begin + n + 1, token, 1, &logit, 0);
+      ++count;
+      if (logit != logit) continue;
+      if (best_only) {
+        best = std::max(best, as_best(logit, row_begin + n));
+        least = logit_of_best(best);
+        logit = kNone;
+      } else if (logit > least) {
+        std::pop_heap(heap.begin(), heap.end(), std::greater<>());
+        heap.back() = logit;
+        std::push_heap(heap.begin(), heap.end(), std::greater<>());
+        least = heap.front();
+      }
     }
-    raise_best(mine, best[m]);
+    if (best_only) raise_best(best, largest.best[m]);
   }
   return count;
 }

@@ -76,12 +76,20 @@ float logit_of_best(uint64_t best);
 void raise_best(uint64_t found, std::atomic<uint64_t>& best);  // to at least `found`
 int64_t row_of_best(uint64_t best);
 
-// Of rows [row_begin, row_end) of every token: those that can be its best get their logits, and
-// best[m] becomes at least the best of them. out as of head_rows, but -infinity, or a NaN where
-// the logit is one. Returns how many logits were computed.
-int64_t best_rows(const KernelTable& table, const HeadView& head, int64_t row_begin,
-                  int64_t row_end, const HeadInput& input, int64_t tokens,
-                  std::atomic<uint64_t>* best, float* out, int64_t out_stride);
+// The largest logits of every token so far: only the best, of all threads, or `count` of them, of
+// one thread.
+struct Largest {
+  int64_t count;
+  std::atomic<uint64_t>* best;  // [tokens], if count is 1
+  float* heaps;                 // [tokens][count], else: the least in front
+};
+
+// Of rows [row_begin, row_end) of every token: those that can be among its largest logits are
+// computed. out as of head_rows: such a logit, if more than the best are wanted, a NaN where a
+// logit is one, and else -infinity. Returns how many logits were computed.
+int64_t largest_rows(const KernelTable& table, const HeadView& head, int64_t row_begin,
+                     int64_t row_end, const HeadInput& input, int64_t tokens,
+                     const Largest& largest, float* out, int64_t out_stride);
 
 // What bounds the logits of one token's rows by the head's screen.
 ScreenBound bound_of(const HeadToken& token, int64_t k);

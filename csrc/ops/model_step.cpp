@@ -119,7 +119,7 @@ Tensor model_step(const Tensor& x_in, const Tensor& program_handle,
                   const Tensor& slot_mapping, const Tensor& query_start_loc, const Tensor& seq_lens,
                   const Tensor& block_table, const Tensor& logit_rows, int64_t out_features,
                   const std::optional<Tensor>& adapters, std::string layout,
-                  const std::optional<Tensor>& state_steps, bool best_only) {
+                  const std::optional<Tensor>& state_steps, int64_t largest) {
   const Check check("model_step");
   thread_local engine::StepState state;
   thread_local Tokens tokens;
@@ -133,6 +133,7 @@ Tensor model_step(const Tensor& x_in, const Tensor& program_handle,
                (program.head().rows != 0 ? "the program's vocab " : "the program's hidden ") +
                    std::to_string(program.out_features()),
                std::to_string(out_features));
+  if (largest < 0) check.fail("largest", "at least 0", std::to_string(largest));
   const size_t state_tensors = program.state_layers() == 0 ? 0 : 3;
   const size_t pools = cache_list.size() - std::min(state_tensors, cache_list.size());
   const Caches caches(check, cache_list, layout, pools);
@@ -190,7 +191,7 @@ Tensor model_step(const Tensor& x_in, const Tensor& program_handle,
                       .adapters = adapted ? tokens.adapters.data() : nullptr,
                       .pool = caches.pool(),
                       .out = mutable_data<float>(logits),
-                      .best_only = best_only};
+                      .largest = largest};
   if (stated) {
     batch.states = states->first();
     batch.state_steps = tokens.state_steps.data();

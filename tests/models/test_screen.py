@@ -44,14 +44,14 @@ class Head:
         self.handle = ops.bind_program(text, "\n".join(tensors), list(tensors.values()))
         self.tensors = tensors
 
-    def step(self, x: Tensor, best_only: bool = True) -> Tensor:
+    def step(self, x: Tensor, largest: int = 1) -> Tensor:
         """Logits [M, V] of x [M, k], each a sequence of its own."""
         tokens = torch.arange(len(x))
         pools = [torch.zeros(1, len(x), 4, 1, 16) for _ in range(2)]
         starts, zeros = torch.arange(len(x) + 1), torch.zeros_like(tokens)
         return ops.model_step(
             x, self.handle, pools, zeros, 4 * tokens, starts, zeros + 1, tokens[:, None], tokens,
-            self.rows, best_only=best_only,
+            self.rows, largest=largest,
         )  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def test_ten_thousand_steps_take_the_whole_heads_token() -> None:
             0,
         )
         for x in states(g, weight, STEPS // len(cases) + 1):
-            whole, found = plain.step(x[None], False), screened.step(x[None])
+            whole, found = plain.step(x[None], 0), screened.step(x[None])
             assert tokens_of(found) == tokens_of(whole), name
             left = found != -torch.inf
             assert torch.equal(found[left].nan_to_num(), whole[left].nan_to_num()), name
@@ -126,7 +126,7 @@ def test_tokens_are_the_whole_heads_on_every_isa_and_thread_count() -> None:
     scale[20_001] = scale[17]
     screen = screen_of(weight)
     inputs = [*torch.randn(6, 200, generator=g), weight[17].float()]  # the last meets the tie
-    whole = [Head(weight, scale, None).step(x[None], False) for x in inputs]
+    whole = [Head(weight, scale, None).step(x[None], 0) for x in inputs]
     for label in every_configuration():
         head = Head(weight, scale, screen)
         for x, logits in zip(inputs, whole, strict=True):
@@ -151,7 +151,7 @@ def test_ten_thousand_tokens_of_batches_are_the_whole_heads() -> None:
             size = next(sizes)
             x, inputs = inputs[:size], inputs[size:]
             head = Head(weight, scale, None)  # new, so that no step before says what to read
-            whole, found = head.step(x, False), head.step(x)
+            whole, found = head.step(x, 0), head.step(x)
             assert tokens_of(found) == tokens_of(whole), (name, len(x))
             left = found != -torch.inf
             assert torch.equal(found[left].nan_to_num(), whole[left].nan_to_num()), name
@@ -164,7 +164,7 @@ def test_batches_are_the_whole_heads_on_every_isa_and_thread_count() -> None:
     x = torch.randn(16, 200, generator=g)
     x[3] = weight[17].float()  # meets the tie
     x[5, 7] = float("nan")
-    whole = Head(weight, scale, None).step(x, False)
+    whole = Head(weight, scale, None).step(x, 0)
     best = tokens_of(whole)
     assert best[3] == 17 and best[5] == -1
     bounded = False
@@ -187,8 +187,45 @@ def test_batches_are_the_whole_heads_on_every_isa_and_thread_count() -> None:
 def test_logits_that_are_wanted_are_all_there() -> None:
     g = torch.Generator().manual_seed(4)
     weight, scale = ops.quantize_head(torch.randn(3000, 64, generator=g), "int8")
-    logits = Head(weight, scale, None).step(torch.randn(16, 64, generator=g), False)
-    assert torch.isfinite(logits).all()
+    head = Head(weight, scale, None)
+    x = torch.randn(16, 64, generator=g)
+    assert torch.isfinite(head.step(x, 0)).all()
+    assert torch.isfinite(head.step(x, 65)).all()  # more than bounds are made for
+
+
+@pytest.mark.parametrize("k", [2, 20, 64])
+def test_draws_of_the_largest_are_those_of_the_whole_head(k: int) -> None:
+    g = torch.Generator().manual_seed(k)
+    for name, (weight, scale) in heads(g).items():
+        for size in (5, 17, 64):
+            x = states(g, weight, size)
+            head = Head(weight, scale, None)
+            whole, found = head.step(x, 0), head.step(x, k)
+            options = (
+                torch.linspace(0.3, 1.5, size, dtype=torch.float64),
+                torch.randint(2, k + 1, (size,), generator=g),
+                torch.linspace(0.5, 1, size, dtype=torch.float64),
+                torch.linspace(0, 0.2, size, dtype=torch.float64),
+                torch.rand(size, dtype=torch.float64, generator=g),
+            )
+            drawn = ops.sample_tokens(found, *options)
+            assert torch.equal(drawn, ops.sample_tokens(whole, *options)), (name, size)
+            for row, logits in zip(found, whole, strict=True):
+                if not logits.isnan().any():
+                    least = logits.topk(k).values[-1]
+                    assert torch.equal(row[logits >= least], logits[logits >= least]), name
+
+
+def test_draws_of_the_largest_on_every_isa_and_thread_count() -> None:
+    g = torch.Generator().manual_seed(5)
+    weight, scale = ops.quantize_head(torch.randn(24_000, 200, generator=g), "int8")
+    weight[12_000:12_040], scale[12_000:12_040] = weight[17], scale[17]  # more equals than wanted
+    x = torch.randn(16, 200, generator=g)
+    x[3] = weight[17].float()
+    whole = Head(weight, scale, None).step(x, 0).topk(20)
+    for label in every_configuration():
+        found = Head(weight, scale, None).step(x, 20).topk(20)
+        assert torch.equal(found.values, whole.values), label
 
 
 def test_a_screen_is_what_its_layout_says() -> None:
@@ -238,7 +275,7 @@ def test_only_steps_of_one_best_token_leave_logits_out() -> None:
         run.close()
         assert not any(left_out for _, left_out in seen), options
     lm.generate("In the beginning", max_new_tokens=8)
-    assert any(left_out for batch, left_out in seen if batch.best_only)
+    assert any(left_out for batch, left_out in seen if batch.largest == 1)
 
 
 def test_wrong_screens_and_formats_are_rejected() -> None:

@@ -4,8 +4,8 @@
 //   norm weight            names: the last norm; the matrix, which may be the embedding
 //   vocab                  rows of the matrix
 //
-// A step that wants only the best tokens of an int8 matrix bounds all logits first, one token's by
-// the matrix's screen, if it has one, several tokens' by their upper bytes.
+// A step that wants only the largest logits of an int8 matrix bounds all logits first, one token's
+// by the matrix's screen, if it has one, several tokens' by their upper bytes.
 
 #include "engine/blocks/blocks.h"
 #include "engine/program/plan.h"
@@ -99,11 +99,15 @@ class Logits final : public StageWork {
         step_.remaining +=
             reaching_rows(*step_.table, head_, first, last, from.head, from.least, out);
         return;
-      case HeadReading::kUpper:  // one unit after the other: each bounds the next
-        for (int64_t n = first; n < last; n += unit)
+      case HeadReading::kUpper: {
+        const int64_t wanted = step_.batch.largest;
+        Largest found{wanted, step_.best.data(), nullptr};
+        if (wanted > 1) found.heaps = step_.heaps.data() + slot * rows_.count * wanted;
+        for (int64_t n = first; n < last; n += unit)  // what one has found bounds the next
           step_.remaining +=
-              best_rows(*step_.table, head_, n, std::min(n + unit, last), from.head, rows_.count,
-                        step_.best.data(), step_.batch.out + n, head_.rows);
+              largest_rows(*step_.table, head_, n, std::min(n + unit, last), from.head, rows_.count,
+                           found, step_.batch.out + n, head_.rows);
+      }
     }
   }
   const void* weights_of(int64_t unit) const override {

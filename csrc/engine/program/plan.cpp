@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <limits>
 
 #include "format/layout.h"
 #include "runtime/page_count.h"
@@ -242,8 +243,9 @@ void build_plan(StepState& state, bool all_rows, Workspace& passing) {
 
 HeadReading reading_of(StepState& state, const Program& program, const Batch& batch) {
   const HeadView& head = program.head();
-  if (!batch.best_only || batch.logit_count > kMostBest) return HeadReading::kWhole;
-  if (batch.tokens == 1 && batch.logit_count == 1 && head.screen != nullptr)
+  if (batch.largest == 0 || batch.largest > kMostLargest || batch.logit_count > kMostBest)
+    return HeadReading::kWhole;
+  if (batch.largest == 1 && batch.tokens == 1 && batch.logit_count == 1 && head.screen != nullptr)
     return state.screen.next() ? HeadReading::kScreen : HeadReading::kWhole;
   if (has_upper_bounds(program.table(), head, batch.logit_count))
     return state.upper.next() ? HeadReading::kUpper : HeadReading::kWhole;
@@ -258,6 +260,7 @@ void finish_best(StepState& state, int64_t rows) {
   if (step.reading == HeadReading::kScreen) state.screen.learn(step.remaining, rows / 8);
   if (step.reading != HeadReading::kUpper) return;
   state.upper.learn(step.remaining / count, rows / 32);
+  if (step.batch.largest != 1) return;
   for (int64_t j = 0; j < count; ++j) {
     const uint64_t best = step.best[static_cast<size_t>(j)];
     if (best != 0) step.batch.out[j * rows + row_of_best(best)] = logit_of_best(best);
@@ -284,6 +287,9 @@ void prepare_step(StepState& state, const Program& program, int64_t program_id, 
   s.reading = reading_of(state, program, batch);
   for (auto& best : s.best) best.store(0, std::memory_order_relaxed);
   s.remaining = 0;
+  if (s.reading == HeadReading::kUpper && batch.largest > 1)
+    s.heaps.assign(static_cast<size_t>(s.partitions * batch.logit_count * batch.largest),
+                   -std::numeric_limits<float>::infinity());
   const bool all_rows = keeps_all(batch);
   const PlanKey key{program_id, batch.tokens, batch.logit_count, s.partitions, all_rows, s.reading};
   // what adapters add is told by the adapters of every token

@@ -45,8 +45,9 @@ struct Batch {
   DeltaStates states{};                    // of the first block with states
   const StateStep* state_steps = nullptr;  // of each sequence
   float* out = nullptr;                    // [logit_count, Program::out_features()]
-  // Whether only the best token is wanted: logits of others may be -infinity.
-  bool best_only = false;
+  // How many of a row's largest logits are wanted, lower ids first among equals: others may be
+  // -infinity. 0: all are.
+  int64_t largest = 0;
 };
 
 // Inputs of products that may leave some out, and how many they left out.
@@ -70,10 +71,12 @@ struct StageInput {
   float* attention;         // [AttentionPlans::thread_floats()], a thread's own
 };
 
-// How the logits of a step are found: all of them; or, where only the best is wanted, those that
-// can be it by bounds, which a screen of the head gives or the upper bytes of the tokens.
+// How the logits of a step are found: all of them; or, where only the largest are wanted, those
+// that can be among them by bounds, which a screen of the head gives or the upper bytes of the
+// tokens.
 enum class HeadReading : int32_t { kWhole, kScreen, kUpper };
-inline constexpr int64_t kMostBest = 64;  // tokens of such a step
+inline constexpr int64_t kMostBest = 64;     // tokens of such a step
+inline constexpr int64_t kMostLargest = 64;  // logits of each that are wanted
 
 // What all stages of a step share. Every row of the residual stream is written by one unit of one
 // stage.
@@ -96,6 +99,9 @@ struct Step {
   // largest bound of one, and its row (as_best); and how many logits were computed.
   mutable std::array<std::atomic<uint64_t>, kMostBest> best{};
   mutable std::atomic<int64_t> remaining{0};
+  // Where more than the best are wanted, each thread's largest so far: [partitions][logit_count]
+  // [largest], every row a heap with the least in front.
+  mutable std::vector<float> heaps;
   float* x = nullptr;  // [tokens, hidden], the residual stream
   // [logit_count, hidden]: the same behind the last block that mixes tokens; x itself where every
   // token's logits are wanted.

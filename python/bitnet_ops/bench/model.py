@@ -173,7 +173,7 @@ class BenchModel:
             nonlocal ids
             if i % tokens == 0:
                 rewind(cache, context)
-            logits = self.model(ids, cache, 1, best_only=True)
+            logits = self.model(ids, cache, 1, largest=1)
             ids = logits[:, -1].argmax(-1, keepdim=True)
 
         return Timed(step)

@@ -27,7 +27,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -90,8 +90,8 @@ _LONGEST_WAIT_S = 0.05  # for the disk, until messages are read again
 class CausalModel(Protocol):
     """What the engine needs of a model.
 
-    `step` gives the logits f32 [rows, V] of `batch.logit_rows`, of which `batch.best_only` wants
-    the largest of each row alone, and writes keys and values into the pool. A model whose weights
+    `step` gives the logits f32 [rows, V] of `batch.logit_rows`, of which `batch.largest` may want
+    the largest alone, and writes keys and values into the pool. A model whose weights
     may change has `weights_version` too, one with LoRA `adapters`, and one with a prefix cache on
     disk `identity` (Decoder).
     """
@@ -620,7 +620,7 @@ class Engine:
                 for s, n in zip(steps, wanted, strict=True)
             ],
             pool.block_size,
-            all(s.request.sampler.best_only for s in steps),
+            _largest(s.request.sampler.largest for s in steps),
         )
         began = time.perf_counter()
         logits = self.model.step(batch, pool)
@@ -678,6 +678,12 @@ class Engine:
             except Exception:  # such as an event loop that is closed
                 _LOG.exception("engine: the consumer of request %d failed", event.request_id)
                 self._messages.append(event.request_id)
+
+
+def _largest(wanted: Iterable[int]) -> int:
+    """How many largest logits of a row decide the next token of every request; 0: all."""
+    counts = set(wanted)
+    return 0 if 0 in counts else max(counts)
 
 
 def check_adapter(model: CausalModel, name: str | None) -> None:

@@ -250,10 +250,11 @@ class Sampler:
         return self._uniforms[0]
 
     @property
-    def best_only(self) -> bool:
-        """Whether the next token is that of the largest logit, and no other logit is wanted."""
-        plain = self.params.greedy and self.params.logprobs is None
-        return plain and self.constraint is None and not self.edits
+    def largest(self) -> int:
+        """How many largest logits decide the next token, lower ids first among equals; 0: all."""
+        if self.params.logprobs is not None or self.constraint is not None or self.edits:
+            return 0
+        return 1 if self.params.greedy else self.params.top_k
 
     def add(self, token: int) -> None:
         """The next token is this one."""

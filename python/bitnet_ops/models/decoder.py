@@ -208,7 +208,7 @@ class Decoder(Tracked):
         cache: KVCache | None = None,
         logits_to_keep: int = 0,
         adapter: str | None = None,
-        best_only: bool = False,
+        largest: int = 0,
     ) -> Tensor:
         """Append input_ids int64 [B, T] to the cache's B sequences; logits f32 [B, T, V].
 
@@ -216,11 +216,11 @@ class Decoder(Tracked):
         `logits_to_keep` > 0 gives the logits of that many last tokens only. The cache's lengths
         grow by T once everything is computed; after an error they are what they were. `adapter`:
         the name of the sequences' LoRA adapter (`add_adapter`), the same for all tokens of a
-        cache. `best_only`: only the largest logit of each token is wanted; others may be -inf.
-        Raises ValueError on another shape, dtype, batch, id or name, CacheCapacityError
+        cache. `largest` > 0: only so many largest logits of each token are wanted; others may be
+        -inf. Raises ValueError on another shape, dtype, batch, id or name, CacheCapacityError
         without room.
         """
-        cache, batch = self._batch_over(input_ids, cache, logits_to_keep, adapter, best_only)
+        cache, batch = self._batch_over(input_ids, cache, logits_to_keep, adapter, largest)
         logits = self.step(batch, cache.pool)
         cache.advance(input_ids.shape[1])
         return logits.view(cache.batch, -1, logits.shape[-1])
@@ -240,7 +240,7 @@ class Decoder(Tracked):
         cache: KVCache | None,
         kept: int,
         adapter: str | None,
-        best_only: bool = False,
+        largest: int = 0,
     ) -> tuple[KVCache, StepBatch]:
         """The cache and the step that appends `input_ids` to it, with room for them."""
         check_threads_after_fork()
@@ -255,7 +255,7 @@ class Decoder(Tracked):
                 for ids, at, blocks, slot in parts
             ],
             cache.pool.block_size,
-            best_only,
+            largest,
         )
         if rows > 1:  # by sequence, not by round
             at = torch.arange(rows * tokens).view(rows, tokens)[:, tokens - kept :]

@@ -85,7 +85,7 @@ class Program:
             adapters,
             pool.layout,
             batch.state_steps,
-            batch.best_only,
+            batch.largest,
         )
 
 

@@ -47,7 +47,8 @@ class StepBatch:
         those wanted of every sequence that has so many, in their order (`logit_rounds`).
     adapters: for each sequence.
     state_steps: [sequences, 3], `state` of each; None: of a model without recurrent layers.
-    best_only: whether only the largest logit is wanted; those of other tokens may then be -inf.
+    largest: how many of a row's largest logits are wanted, lower ids first among equals; others may
+        then be -inf. 0: all are.
     """
 
     token_ids: Tensor
@@ -59,7 +60,7 @@ class StepBatch:
     logit_rows: Tensor
     adapters: tuple[str | None, ...] = ()
     state_steps: Tensor | None = None
-    best_only: bool = False
+    largest: int = 0
 
     @property
     def adapter_names(self) -> tuple[str | None, ...]:
@@ -67,9 +68,7 @@ class StepBatch:
         return self.adapters or (None,) * len(self.seq_lens)
 
     @classmethod
-    def of(
-        cls, sequences: Sequence[SequenceStep], block_size: int, best_only: bool = False
-    ) -> StepBatch:
+    def of(cls, sequences: Sequence[SequenceStep], block_size: int, largest: int = 0) -> StepBatch:
         """The batch of `sequences`, at least one. Raises ValueError for what cannot be run."""
         if not sequences:
             raise ValueError("StepBatch: expected at least one sequence, got none")
@@ -115,7 +114,7 @@ class StepBatch:
             logit_rows=views[5],
             adapters=tuple(s.adapter for s in sequences),
             state_steps=_states_of(sequences),
-            best_only=best_only,
+            largest=largest,
         )
 
     def __repr__(self) -> str:

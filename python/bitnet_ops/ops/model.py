@@ -331,7 +331,7 @@ def model_step(
     adapters: Tensor | None = None,
     layout: str = "rows",
     state_steps: Tensor | None = None,
-    best_only: bool = False,
+    largest: int = 0,
 ) -> Tensor:
     """All blocks of a program on the new tokens of any sequences: one call, one parallel region.
 
@@ -360,8 +360,8 @@ def model_step(
             -1: none; None: no sequence has one.
         layout: "rows" or "panels", as `paged_attention` takes it.
         state_steps: as `delta_net` takes it, of a program with such blocks; else None.
-        best_only: only the largest logit of each row is wanted, its lowest index among equals;
-            those of tokens that cannot be it may be -inf.
+        largest: only so many of each row's largest logits are wanted, lower ids first among equals;
+            those of tokens that cannot be among them may be -inf. 0: all are wanted.
     Returns:
         float32 [r, V], the logits.
     Raises:
