@@ -8,7 +8,7 @@
 // added to sums of 32 bits. All of it is exact, so results equal those of a product.
 
 constexpr int64_t kTableBlocks = 4;        // blocks of tokens that share the lines of rows
-constexpr int64_t kTableRows = 2048;       // of all blocks, at most: their sums lie in L2
+constexpr int64_t kTableRows = 2560;       // of all blocks, at most: their sums lie in L2
 constexpr int64_t kTableGroupRows = 1024;  // likewise, with scales of groups
 
 // ---- a job --------------------------------------------------------------------------------------
