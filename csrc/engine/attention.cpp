@@ -245,10 +245,12 @@ void AttentionPlan::load_query(const KernelTable& table, const AttentionBuffers&
     const int64_t first = ((group.token + t) * shape_.kv_heads + group.kv_head) * n;
     const void* from = offset_bytes(buffers.query, first * element_size(shape_.query_type));
     if (query.rows != nullptr) {
-      table.load_row(shape_.query_type, from, n, query.rows + t * n);
+      const bool floats = shape_.query_type == DType::kF32;
+      if (!rounds || !floats) table.load_row(shape_.query_type, from, n, query.rows + t * n);
+      const float* loaded = floats ? static_cast<const float*>(from) : query.rows + t * n;
       for (int64_t h = 0; rounds && h < rows_per_token_; ++h) {
         float* q = query.rows + t * n + h * dim;
-        table.store_cache_row(shape_.pool.type, q, dim, row);
+        table.store_cache_row(shape_.pool.type, loaded + h * dim, dim, row);
         table.load_row(shape_.pool.type, row, dim, q);
       }
       continue;
@@ -267,10 +269,12 @@ void AttentionPlan::store_out(const KernelTable& table, const AttentionBuffers& 
   for (int64_t r = 0; r < rows_of(group); ++r) {
     const int64_t token = group.token + r / rows_per_token_;
     const int64_t head = group.kv_head * rows_per_token_ + r % rows_per_token_;
-    const int64_t to = (token * shape_.heads + head) * shape_.dim;
-    table.finish_attention(shape_.dim, states + r * state_floats(), row);
-    table.store_row(shape_.query_type, row, shape_.dim,
-                    offset_bytes(buffers.out, to * element_size(shape_.query_type)));
+    const int64_t at = (token * shape_.heads + head) * shape_.dim;
+    void* to = offset_bytes(buffers.out, at * element_size(shape_.query_type));
+    const bool floats = shape_.query_type == DType::kF32;
+    float* finished = floats ? static_cast<float*>(to) : row;
+    table.finish_attention(shape_.dim, states + r * state_floats(), finished);
+    if (!floats) table.store_row(shape_.query_type, finished, shape_.dim, to);
   }
 }
 
@@ -403,7 +407,7 @@ int64_t AttentionPlan::rows_up_to(const Group& group, const Piece& piece) const 
 // chosen by tokens those of its tokens, from the first state on.
 void AttentionPlan::attend(const KernelTable& table, const AttentionBuffers& buffers,
                            const Group& group, const Piece& piece, const Next& next,
-                           const Query& query, float* own, float* states) const {
+                           const Query& query, bool same_queries, float* own, float* states) const {
   const int64_t begin = piece.begin();
   Query read = query;
   int64_t first = rows_before(group, piece), count = rows_up_to(group, piece) - first;
@@ -439,6 +443,7 @@ void AttentionPlan::attend(const KernelTable& table, const AttentionBuffers& buf
       .int8 = int8_of(buffers.pool, read, rows, next),
       .layout = shape_.pool.layout,
   };
+  chunk.same_queries = same_queries;
   if (piece.kind == Piece::kWindow) chunk.first_hidden = chunk.first_visible - shape_.policy.window;
   if (shape_.pool.in_panels()) {
     const CachePool& pool = buffers.pool;
@@ -643,7 +648,7 @@ void AttentionPlan::run_chunk(const KernelTable& table, const AttentionBuffers& 
   const auto states_of = [&](int64_t i) { return states + i * piece_floats; };
   const int64_t pieces = pieces_of(group, shared);
   if (piece < pieces)
-    attend(table, buffers, group, piece_of(group, piece, shared), next, query, own,
+    attend(table, buffers, group, piece_of(group, piece, shared), next, query, false, own,
            states_of(piece));
   // acq_rel: the last one sees what the others wrote.
   std::atomic_ref<int32_t> left(reinterpret_cast<int32_t*>(shared)[group.counter]);
@@ -669,10 +674,15 @@ void AttentionPlan::run_group(const KernelTable& table, const AttentionBuffers& 
   const int64_t pieces = pieces_of(group, shared);
   const bool by_token = reads_by_token(group);
   uint64_t begun = 0;
+  int64_t first = -1, end = -1;  // rows of the piece before
   for (int64_t i = 0; i < pieces; ++i) {
     const Next next = i + 1 == pieces ? Next{} : Next{&group, piece_of(group, i + 1, shared)};
     const Piece piece = piece_of(group, i, shared);
-    attend(table, buffers, group, piece, next, query, own, i == 0 && !by_token ? states : later);
+    const bool same =
+        !by_token && first == rows_before(group, piece) && end == rows_up_to(group, piece);
+    first = rows_before(group, piece), end = rows_up_to(group, piece);
+    attend(table, buffers, group, piece, next, query, same, own,
+           i == 0 && !by_token ? states : later);
     if (by_token) {
       merge_tokens(table, piece.tokens, later, begun, states);
     } else if (i > 0) {

@@ -185,8 +185,8 @@ class AttentionPlan {
   Int8Attention int8_of(const CachePool& pool, const Query& query, const ChunkRows& rows,
                         const Next& next) const;
   void attend(const KernelTable& table, const AttentionBuffers& buffers, const Group& group,
-              const Piece& piece, const Next& next, const Query& query, float* own,
-              float* states) const;
+              const Piece& piece, const Next& next, const Query& query, bool same_queries,
+              float* own, float* states) const;
   void merge(const KernelTable& table, const Group& group, int64_t piece, const float* later,
              float* states, float* shared) const;
   static bool reads_by_token(const Group& group) { return group.choice >= 0 && group.tokens > 1; }

@@ -173,6 +173,10 @@ struct NormJob {
   const float* weight;  // [n], of the norm; null: none
   float eps;
   float* y;  // [n], may be x
+  // Only the codes are wanted: y is memory for what comes between, in any form.
+  bool codes_only = false;
+  // [n] of kBF16, which `type` then is: x is relu2_mul_row of them, and the pointer x is not used.
+  const void *gate = nullptr, *up = nullptr;
 };
 
 // A row of values against two bounds, low and high.
@@ -257,6 +261,8 @@ struct AttentionChunk {
   // rest. Of what lies before the first position that any token sees nothing is read but in the
   // panel and among the 16 scales that hold that position; panels before that one may be null.
   int64_t first_hidden = kNothingHidden;
+  // The last call with this scratch had the same queries: what it has made of them is still there.
+  bool same_queries = false;
 };
 
 // Columns of a recurrent state that lie together: a head's [key_dim, value_dim] is value_dim / 32

@@ -193,12 +193,26 @@ inline void rms_norm_row(const float* x, const float* weight, int64_t n, float e
   for (int64_t i = 0; i < n; ++i) y[i] = rounded(type, x[i] * rstd) * weight[i];
 }
 
+inline void relu2_mul_row(const float* gate, const float* up, int64_t n, float* y) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float g = gate[i] < 0 ? 0.0f : gate[i];  // a NaN stays
+    y[i] = g * g * up[i];
+  }
+}
+
 inline float norm_quantize_row(const NormJob& job, int64_t n_padded, int8_t* q, int64_t step_stride,
                                int32_t* sum) {
   const auto round = [&] {
     for (int64_t i = 0; i < job.n; ++i) job.y[i] = rounded(job.type, job.y[i]);
   };
-  std::copy_n(job.x, job.n, job.y);
+  if (job.gate == nullptr) {
+    std::copy_n(job.x, job.n, job.y);
+  } else {
+    for (int64_t i = 0; i < job.n; ++i) {
+      const float gate = decode(job.type, job.gate, i), up = decode(job.type, job.up, i);
+      relu2_mul_row(&gate, &up, 1, job.y + i);
+    }
+  }
   round();
   if (job.weight != nullptr) rms_norm_row(job.y, job.weight, job.n, job.eps, job.type, job.y);
   round();
@@ -224,12 +238,6 @@ inline void store_block(const EpilogueJob& job) {
   }
 }
 
-inline void relu2_mul_row(const float* gate, const float* up, int64_t n, float* y) {
-  for (int64_t i = 0; i < n; ++i) {
-    const float g = gate[i] < 0 ? 0.0f : gate[i];  // a NaN stays
-    y[i] = g * g * up[i];
-  }
-}
 inline void silu_mul_row(const float* gate, const float* up, int64_t n, float* y) {
   for (int64_t i = 0; i < n; ++i) y[i] = gate[i] / (1.0f + exp_of(-gate[i])) * up[i];
 }

@@ -97,24 +97,56 @@ inline void add_integer_ops(std::vector<RowOp>& ops) {
                  }});
 }
 
-// With and without a norm, and in place.
-inline void add_norm_quantize_op(std::vector<RowOp>& ops, DType type, bool norm, bool in_place) {
+// With and without a norm, in place, and where only the codes are wanted.
+inline void add_norm_quantize_op(std::vector<RowOp>& ops, DType type, bool norm, bool in_place,
+                                 bool codes_only = false) {
   const auto padded = [](int64_t n) { return (n + 127) / 128 * 128; };
   ops.push_back({std::string("norm_quantize_row ") + name_of(type) + (norm ? "" : " no weight") +
-                     (in_place ? " in place" : ""),
+                     (in_place ? " in place" : "") + (codes_only ? " codes only" : ""),
                  "norm_quantize_row", float_rows(2),
-                 [padded](int64_t n) {
-                   return std::vector<Shape>{
-                       {Kind::kF32, n}, {Kind::kI8, padded(n)}, {Kind::kI32, 1}, {Kind::kF32, 1}};
+                 [=](int64_t n) {
+                   return std::vector<Shape>{{codes_only ? Kind::kScratch : Kind::kF32, n},
+                                             {Kind::kI8, padded(n)},
+                                             {Kind::kI32, 1},
+                                             {Kind::kF32, 1}};
                  },
                  [=](const Call& c) {
-                   const NormJob job{in_place ? c.y() : c.f(0), c.n,   type,
-                                     norm ? c.f(1) : nullptr,   1e-5f, c.y()};
+                   const NormJob job{in_place ? c.y() : c.f(0),
+                                     c.n,
+                                     type,
+                                     norm ? c.f(1) : nullptr,
+                                     1e-5f,
+                                     c.y(),
+                                     codes_only};
                    *c.y(3) =
                        c.table.norm_quantize_row(job, padded(c.n), static_cast<int8_t*>(c.out[1]),
                                                  kTokenStep, static_cast<int32_t*>(c.out[2]));
                  },
                  0, in_place ? 0 : -1});
+}
+
+// Of gate and up.
+inline void add_gated_norm_op(std::vector<RowOp>& ops, bool norm, bool codes_only) {
+  const auto padded = [](int64_t n) { return (n + 127) / 128 * 128; };
+  ops.push_back(
+      {std::string("norm_quantize_row bf16 gated") + (norm ? "" : " no weight") +
+           (codes_only ? " codes only" : ""),
+       "norm_quantize_row",
+       [](int64_t n) {
+         return std::vector<Shape>{{Kind::kU16, n}, {Kind::kU16, n}, {Kind::kF32, n}};
+       },
+       [=](int64_t n) {
+         return std::vector<Shape>{{codes_only ? Kind::kScratch : Kind::kF32, n},
+                                   {Kind::kI8, padded(n)},
+                                   {Kind::kI32, 1},
+                                   {Kind::kF32, 1}};
+       },
+       [=](const Call& c) {
+         const NormJob job{nullptr,    c.n,     DType::kBF16, norm ? c.f(2) : nullptr, 1e-5f, c.y(),
+                           codes_only, c.in[0], c.in[1]};
+         *c.y(3) = c.table.norm_quantize_row(job, padded(c.n), static_cast<int8_t*>(c.out[1]),
+                                             kTokenStep, static_cast<int32_t*>(c.out[2]));
+       }});
 }
 
 // Two tokens of n rows.  A block that is added to starts as input 4.
@@ -178,10 +210,15 @@ inline void add_type_ops(std::vector<RowOp>& ops) {
     ops.push_back({"round_row" + suffix, "round_row", float_rows(1), float_rows(1),
                    [type](const Call& c) { c.table.round_row(type, c.y(), c.n); }, 0, 0});
   }
+  add_gated_norm_op(ops, true, true);
+  add_gated_norm_op(ops, true, false);
+  add_gated_norm_op(ops, false, true);
   for (const DType type : kTypes) {
     add_norm_quantize_op(ops, type, true, false);
     add_norm_quantize_op(ops, type, false, false);
     add_norm_quantize_op(ops, type, true, true);
+    add_norm_quantize_op(ops, type, true, false, true);
+    add_norm_quantize_op(ops, type, false, true, true);
     const std::string suffix = std::string(" ") + name_of(type);
     ops.push_back(
         {"rms_norm_row" + suffix, "rms_norm_row", float_rows(2), float_rows(1),

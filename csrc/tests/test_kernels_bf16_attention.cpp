@@ -90,6 +90,12 @@ std::vector<float> attend(const KernelTable& table, const std::vector<float>& qu
                                 .matrix_unit = by_matrix_unit,
                                 .first_hidden = first_hidden};
   table.attend_chunk(chunk, scratch.data(), states.data());
+  AttentionChunk again = chunk;  // the same chunk is one with the same queries
+  again.same_queries = true;
+  std::vector<float> twice(states.size());
+  table.attend_chunk(again, scratch.data(), twice.data());
+  CHECK(std::memcmp(twice.data(), states.data(), states.size() * sizeof(float)) == 0,
+        "%d positions give other states for queries that are there", static_cast<int>(positions));
   CHECK(equal_in_panels<uint16_t>(table, chunk, 0x7fc0, scratch, states.data()),
         "%d positions in panels give other states than in rows", static_cast<int>(positions));
   return states;

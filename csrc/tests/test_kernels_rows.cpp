@@ -203,6 +203,15 @@ void check_fused_norm(const KernelTable& table, int64_t n, DType type, bool norm
   CHECK(std::bit_cast<uint32_t>(got) == std::bit_cast<uint32_t>(expected), "scale %a, not %a",
         static_cast<double>(got), static_cast<double>(expected));
   CHECK(q == want_q && sum == want_sum, "other codes");
+  std::fill(q.begin(), q.end(), int8_t{77});
+  sum = 77;
+  std::vector<float> between(size);
+  const float codes_only = table.norm_quantize_row(
+      {x.data(), n, type, w, 1e-5f, between.data(), true}, codes, q.data(), kTokenStep, &sum);
+  CHECK(std::bit_cast<uint32_t>(codes_only) == std::bit_cast<uint32_t>(expected),
+        "scale of codes alone %a, not %a", static_cast<double>(codes_only),
+        static_cast<double>(expected));
+  CHECK(q == want_q && sum == want_sum, "other codes alone");
   const auto as_bytes = [](const std::vector<float>& row) {
     return reinterpret_cast<const uint8_t*>(row.data());
   };
@@ -388,7 +397,7 @@ TEST(every_row_op) {
 
 TEST(fused_norm) {
   for (const KernelTable* table : tables_under_test()) {
-    for (const int64_t n : {1, 15, 16, 17, 100, 2560}) {
+    for (const int64_t n : {1, 15, 16, 17, 32, 48, 96, 100, 2560}) {
       for (const Flavour flavour : kFlavours) {
         for (const DType type : kTypes) {
           check_fused_norm(*table, n, type, true, flavour);

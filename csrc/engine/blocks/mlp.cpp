@@ -50,7 +50,7 @@ MlpBlock::MlpBlock(Binding& b) {
   sparsity_ = b.sparsity(down_);
 }
 
-// activation(gate) * up of a token, rounded, with the norm before down.
+// activation(gate) * up of a token, which the norm before down rounds.
 class Activated final : public RowSource {
  public:
   Activated(const Step& step, GatedRow activation, int64_t width, const Norm& norm,
@@ -62,9 +62,19 @@ class Activated final : public RowSource {
     activate(type, j, row);
     return {row, width_, type, norm_.weight, norm_.eps, row};
   }
+  // relu2 of bfloat16 is a part of the norm's first pass.
+  NormJob codes_job(int64_t j, float* row) const override {
+    const DType type = step_.settings().type;
+    if (type != DType::kBF16 || activation_ != step_.table->relu2_mul_row)
+      return RowSource::codes_job(j, row);
+    const auto at = [&](const void* buffer) {
+      return offset_bytes(buffer, j * width_ * element_size(type));
+    };
+    return {nullptr, width_, type, norm_.weight, norm_.eps, row, true, at(gate_), at(up_)};
+  }
 
  private:
-  // In pieces that stay in the first-level cache from loading to rounding.
+  // In pieces that stay in the first-level cache from loading to the product.
   void activate(DType type, int64_t j, float* row) const {
     constexpr int64_t kPiece = 512;
     const KernelTable& table = *step_.table;
@@ -80,7 +90,6 @@ class Activated final : public RowSource {
       load_values(table, type, gate_, from, n, gate);
       load_values(table, type, up_, from, n, up);
       activation_(gate, up, n, row + i);
-      table.round_row(type, row + i, n);
     }
   }
 

@@ -53,6 +53,15 @@ class Products final : public StageWork {
     return lists_ && *from.list.count <= parts_[0].linear->most_listed;
   }
   QuantizedTokens tokens_of(const StageInput& from, int input) const;
+  // Whether the kernel that normalises input i makes its codes, too.
+  bool quantizes_at_once(const QuantizedTokens& x, int i) const {
+    return x.format == ActivationFormat::kInt8 && x.groups == nullptr &&
+           parts_[i].linear->signs.block == 0;
+  }
+  bool has_adapter(int64_t j) const {
+    const AdapterGroups& with = *rows_.adapters;
+    return with.with_adapter() != 0 && with.place(j) < with.with_adapter();
+  }
   void enter_input(int64_t j, const NormJob& job, int i, const StageInput& to) const;
   // Calls f with each product over the tokens of `from`: one of all projections, or one of each
   // where they have inputs of their own.
@@ -157,6 +166,8 @@ void Products::for_each_product(const StageInput& from, F&& f) const {
 }
 
 void Products::enter(int64_t j, float* row, const StageInput& to) const {
+  if (!own_norms_ && !has_adapter(j) && quantizes_at_once(tokens_of(to, 0), 0))
+    return enter_input(j, source_->codes_job(j, row), 0, to);
   const NormJob job = source_->job(j, row);
   if (!own_norms_) return enter_input(j, job, 0, to);
   normalise_row(*step_.table, job);
@@ -170,8 +181,7 @@ void Products::enter_input(int64_t j, const NormJob& job, int i, const StageInpu
   const KernelTable& table = *step_.table;
   const QuantizedTokens x = tokens_of(to, i);
   const Signs& signs = parts_[i].linear->signs;
-  const bool at_once =
-      x.format == ActivationFormat::kInt8 && x.groups == nullptr && signs.block == 0;
+  const bool at_once = quantizes_at_once(x, i);
   const bool drops = sparsity_ != nullptr && sparsity_->drops();
   if (at_once) {
     x.quantize_normed(table, job, j);
@@ -179,9 +189,8 @@ void Products::enter_input(int64_t j, const NormJob& job, int i, const StageInpu
   } else {
     normalise_row(table, job);
   }
-  const AdapterGroups& with = *rows_.adapters;
-  if (with.with_adapter() != 0 && with.place(j) < with.with_adapter()) {
-    std::memcpy(to.side_rows[i] + with.place(j) * job.n, job.y,
+  if (has_adapter(j)) {
+    std::memcpy(to.side_rows[i] + rows_.adapters->place(j) * job.n, job.y,
                 static_cast<size_t>(float_bytes(job.n)));
   }
   if (at_once) return;

@@ -14,6 +14,12 @@ class RowSource {
   // Row j as a norm to be taken: x, n, weight and eps; x is made in `row` where it does not lie
   // somewhere. job.y is `row`.
   virtual NormJob job(int64_t j, float* row) const = 0;
+  // The same row where only its codes are wanted: x may be left to the kernel.
+  virtual NormJob codes_job(int64_t j, float* row) const {
+    NormJob made = job(j, row);
+    made.codes_only = true;
+    return made;
+  }
 
  protected:
   ~RowSource() = default;

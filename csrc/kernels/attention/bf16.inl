@@ -23,6 +23,7 @@ struct PairChunk {
   float *panels, *query, *scores;                        // scratch
   int64_t laid_out;                                      // positions whose keys are in panels
   bool by_unit;
+  bool has_words;  // of the queries, from the last call with this scratch
   Values values;
 
   void ask_no_more() {
@@ -42,7 +43,9 @@ PairChunk<Values> pair_chunk(const AttentionChunk& c, float* scratch) {
   float* query = scratch + 2 * kAttentionChunk * padded;
   const int64_t laid_out = positions_hidden(c, 0) / 16 * 16;
   const bool by_unit = PairUnit::kHere && c.pair_unit && c.dim % kPairGroup == 0;
-  return {c, {}, {}, scratch, query, query + (c.rows + 4) * padded, laid_out, by_unit, {}};
+  return {
+      c, {}, {}, scratch, query, query + (c.rows + 4) * padded, laid_out, by_unit, c.same_queries,
+      {}};
 }
 
 PairChunk<RowValues> chunk_of_rows(const AttentionChunk& c, float* scratch) {
@@ -124,10 +127,10 @@ constexpr int pair_tiles(int rows) {
   return kPairTiles >= 8 * rows ? 4 : kPairTiles >= 4 * rows ? 2 : 1;
 }
 
-// Scores of R rows and positions [begin, count).
+// Scores of R rows and positions [begin, count). words: of the queries, for the unit.
 template <int R, class Values>
 void score_pair_rows(PairChunk<Values>& chunk, const float* query, int64_t query_stride,
-                     int64_t begin, int64_t count) {
+                     const float* words, int64_t begin, int64_t count) {
   constexpr int J = pair_tiles(R);
   const auto score = [&]<int N>(int64_t j) {
     while (chunk.laid_out < j + 16 * N) lay_out_panel(chunk);
@@ -135,8 +138,8 @@ void score_pair_rows(PairChunk<Values>& chunk, const float* query, int64_t query
     float* scores = chunk.scores + j;
     if constexpr (PairUnit::kHere) {
       if (chunk.by_unit) {
-        return unit_scores<PairUnit, R, N>(chunk.query, chunk.c.dim / 2, keys,
-                                           chunk.c.dim / kPairGroup, chunk.c.scale, hints, scores);
+        return unit_scores<PairUnit, R, N>(words, chunk.c.dim / 2, keys, chunk.c.dim / kPairGroup,
+                                           chunk.c.scale, hints, scores);
       }
     }
     score_pairs<R, N>(query, query_stride, keys, chunk.pairs(), chunk.c.scale, hints, scores);
@@ -182,12 +185,13 @@ void attend_pair_rows(PairChunk<Values>& chunk, int64_t row, float* states) {
     }
     query = chunk.query, query_stride = padded;
   }
-  if (chunk.by_unit) store_words<PairUnit>(R * c.dim, query, chunk.query);
+  float* words = chunk.query + row * padded;
+  if (chunk.by_unit && !chunk.has_words) store_words<PairUnit>(R * c.dim, query, words);
   for (int r = 0; r < R; ++r) {
     hidden[r] = positions_hidden(c, row + r), seen[r] = positions_seen(c, row + r);
   }
   const int64_t from = hidden[0], most = seen[R - 1];
-  score_pair_rows<R>(chunk, query, query_stride, from, most);
+  score_pair_rows<R>(chunk, query, query_stride, words, from, most);
   softmax_rows<DType::kBF16>(chunk.scores, hidden, seen, state + padded, stride);
   for (int r = 0; r < R; ++r) {
     float* scores = chunk.scores + r * kAttentionChunk;

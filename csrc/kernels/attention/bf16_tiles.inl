@@ -144,6 +144,7 @@ void attend_unit_rows(PairChunk<PanelValues>& chunk, const TileKeys& keys, const
 template <class U>
 void attend_unit_chunk(PairChunk<PanelValues> chunk, float* states) {
   const AttentionChunk& c = chunk.c;
+  chunk.has_words = false;  // tiles of queries lie in their place
   const TileValues values = tile_values(chunk, reinterpret_cast<char*>(chunk.panels));
   TileKeys keys = tile_keys(chunk);
   U::configure({});

@@ -237,9 +237,10 @@ struct NarrowTables : TableSteps, YmmSums {
     const __m512i v = _mm512_slli_epi32(_mm512_loadu_si512(words), 24 - 8 * J);
     return _mm512_cvtepi32_epi16(_mm512_srai_epi32(v, 24));
   }
-  static void widen(const int16_t* sums, bool first, int32_t* wide) {
+  // wide = before + sums; before null: 0.
+  static void widen(const int16_t* sums, const int32_t* before, int32_t* wide) {
     __m512i v = _mm512_cvtepi16_epi32(load_half(sums));
-    if (!first) v = _mm512_add_epi32(v, _mm512_load_si512(wide));
+    if (before != nullptr) v = _mm512_add_epi32(v, _mm512_load_si512(before));
     _mm512_store_si512(wide, v);
   }
   using Factors = __m512;
@@ -282,9 +283,10 @@ struct SumTables : TableSteps {
     return _mm512_inserti64x4(_mm512_castsi256_si512(Narrow::codes<J>(words)),
                               Narrow::codes<J>(words + Narrow::kTokens), 1);
   }
-  static void widen(const int16_t* sums, bool first, int32_t* wide) {
-    Narrow::widen(sums, first, wide);
-    Narrow::widen(sums + Narrow::kTokens, first, wide + Narrow::kTokens);
+  static void widen(const int16_t* sums, const int32_t* before, int32_t* wide) {
+    constexpr int64_t kHalf = Narrow::kTokens;
+    Narrow::widen(sums, before, wide);
+    Narrow::widen(sums + kHalf, before == nullptr ? nullptr : before + kHalf, wide + kHalf);
   }
   struct Factors {
     Narrow::Factors half[2];

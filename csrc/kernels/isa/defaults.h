@@ -144,6 +144,9 @@ constexpr int kSoftmaxRows = 4;
 // Vectors of sums that the chains of pairs of bfloat16 have at least, where there are few rows.
 constexpr int kPairTiles = 4;
 
+// Whether rows of bfloat16 numbers lie in pairs between the passes of a norm (rows/rows.inl).
+constexpr bool kRowsInPairs = false;
+
 // to[c * stride + r] = row r's word c, for r and c in [0, 16): words of 32 bits, whatever they
 // hold; rows row_bytes apart, of any alignment.
 inline void transpose_16(const void* rows, int64_t row_bytes, float* to, int64_t stride) {
@@ -564,6 +567,9 @@ enum LaneDefaults {
   load_e5m2_n,
   store_bf16_n,
   rounded_bf16,
+  half_added_bf16,
+  upper_halves,
+  store_pairs,
   cached_bf16,
   store_f16_n,
   store_e4m3_n,

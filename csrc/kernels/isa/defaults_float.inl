@@ -191,6 +191,30 @@ inline V rounded_bf16(V v) {
   const Lanes x = lanes_of(v);
   return make_lanes([&](int i) { return bf16_to_f32(f32_to_bf16(x.at[i])); });
 }
+// x with what rounds it to bfloat16 added to its bits: its upper halves are those of
+// rounded_bf16(x) but for some NaNs.
+template <class V>
+inline V half_added_bf16(V v) {
+  const Lanes x = lanes_of(v);
+  return make_lanes([&](int i) {
+    const uint32_t bits = bits_of(x.at[i]);
+    return float_of(bits + 0x7fffu + ((bits >> 16) & 1u));
+  });
+}
+template <class V>
+inline V upper_halves(V v) {
+  const Lanes x = lanes_of(v);
+  return make_lanes([&](int i) { return float_of(bits_of(x.at[i]) & 0xffff0000u); });
+}
+// The upper halves of 16 numbers each, as load_of_pairs<0> and <1> read them.
+template <class V>
+inline void store_pairs(void* p, V first, V second) {
+  const Lanes x = lanes_of(first), y = lanes_of(second);
+  for (int i = 0; i < 16; ++i) {
+    const uint32_t pair = bits_of(x.at[i]) >> 16 | (bits_of(y.at[i]) & 0xffff0000u);
+    __builtin_memcpy(static_cast<char*>(p) + 4 * i, &pair, 4);
+  }
+}
 // As a bfloat16 cache holds it, kLeastCached included.
 template <class V>
 inline V cached_bf16(V v) {

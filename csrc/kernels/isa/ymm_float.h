@@ -409,6 +409,28 @@ inline void transpose_16(const void* rows, int64_t row_bytes, float* to, int64_t
   }
 }
 
+inline __m256 half_added(__m256 x) {
+  const __m256i b = _mm256_castps_si256(x);
+  const __m256i lsb = _mm256_and_si256(_mm256_srli_epi32(b, 16), _mm256_set1_epi32(1));
+  const __m256i even_sum = _mm256_add_epi32(b, _mm256_set1_epi32(0x7fff));
+  return _mm256_castsi256_ps(_mm256_add_epi32(even_sum, lsb));
+}
+inline F32x16 half_added_bf16(F32x16 x) { return {half_added(x.lo), half_added(x.hi)}; }
+inline F32x16 upper_halves(F32x16 x) {
+  const __m256 upper = _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(0xffff0000u)));
+  return {_mm256_and_ps(x.lo, upper), _mm256_and_ps(x.hi, upper)};
+}
+inline __m256i pairs_of(__m256 first, __m256 second) {
+  const __m256i low = _mm256_srli_epi32(_mm256_castps_si256(first), 16);
+  return _mm256_blend_epi16(low, _mm256_castps_si256(second), 0xaa);
+}
+inline void store_pairs(void* p, F32x16 first, F32x16 second) {
+  auto* to = static_cast<__m256i*>(p);
+  _mm256_storeu_si256(to, pairs_of(first.lo, second.lo));
+  _mm256_storeu_si256(to + 1, pairs_of(first.hi, second.hi));
+}
+constexpr bool kRowsInPairs = true;
+
 // Numbers P of 16 pairs of bfloat16: of the pairs 0..7, then 8..15.
 template <int P>
 inline __m256 number_of_pairs(const __m256i* p) {
@@ -427,7 +449,8 @@ BITNET_OVERRIDES(count_bits, LaneSums, Reg, kRegs, kBlockRows, transpose_16, pow
                  where_greater, store_chosen, store_indices, add_to_lanes, lanes_of_sums,
                  from_i32_n, to_i8_n, load_bf16_n, load_f16_n, store_bf16_n, rounded_bf16,
                  cached_bf16, store_f16_n, load_e4m3_n, load_e5m2_n, reg, load_reg, reg_fma,
-                 load_mixed, mix, unmix, reduce_eight, load_of_pairs)
+                 load_mixed, mix, unmix, reduce_eight, load_of_pairs, half_added_bf16, upper_halves,
+                 store_pairs, kRowsInPairs)
 
 }  // namespace
 }  // namespace bitnet::BITNET_ISA

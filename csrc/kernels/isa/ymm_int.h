@@ -215,14 +215,14 @@ struct YmmTables : YmmSums {
     };
     return _mm256_permute4x64_epi64(_mm256_packs_epi32(code(a), code(b)), 0xd8);
   }
-  // wide (+)= sums
-  static void widen(const int16_t* sums, bool first, int32_t* wide) {
+  // wide = before + sums; before null: 0.
+  static void widen(const int16_t* sums, const int32_t* before, int32_t* wide) {
     for (int i = 0; i < kTokens; i += 8) {
       const auto* from = reinterpret_cast<const __m128i*>(sums + i);
       __m256i v = _mm256_cvtepi16_epi32(_mm_load_si128(from));
-      auto* to = reinterpret_cast<__m256i*>(wide + i);
-      if (!first) v = _mm256_add_epi32(v, _mm256_load_si256(to));
-      _mm256_store_si256(to, v);
+      if (before != nullptr)
+        v = _mm256_add_epi32(v, _mm256_load_si256(reinterpret_cast<const __m256i*>(before + i)));
+      _mm256_store_si256(reinterpret_cast<__m256i*>(wide + i), v);
     }
   }
   // Scales of the tokens of a register.

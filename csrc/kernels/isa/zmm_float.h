@@ -151,6 +151,22 @@ inline F32x16 rounded_bf16(F32x16 x) {
   return {_mm512_castsi512_ps(
       _mm512_mask_mov_epi32(_mm512_and_si512(rounded, upper), nan, _mm512_set1_epi32(0x7fc00000)))};
 }
+// A mask says which numbers are odd: with sums of their bits there would be one instruction more.
+inline F32x16 half_added_bf16(F32x16 x) {
+  const __m512i b = _mm512_castps_si512(x.v);
+  const __mmask16 odd = _mm512_test_epi32_mask(b, _mm512_set1_epi32(0x10000));
+  const __m512i even_sum = _mm512_add_epi32(b, _mm512_set1_epi32(0x7fff));
+  return {_mm512_castsi512_ps(_mm512_mask_add_epi32(even_sum, odd, b, _mm512_set1_epi32(0x8000)))};
+}
+inline F32x16 upper_halves(F32x16 x) {
+  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x.v), upper))};
+}
+inline void store_pairs(void* p, F32x16 first, F32x16 second) {
+  const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(first.v), 16);
+  _mm512_storeu_si512(p, _mm512_mask_mov_epi16(_mm512_castps_si512(second.v), 0x55555555u, low));
+}
+constexpr bool kRowsInPairs = true;
 inline F32x16 cached_bf16(F32x16 x) {
   const __m512i b = _mm512_castps_si512(x.v);
   const __m512i lsb = _mm512_and_si512(_mm512_srli_epi32(b, 16), _mm512_set1_epi32(1));
@@ -305,11 +321,12 @@ struct PairUnit {
 };
 
 BITNET_OVERRIDES(count_bits, LaneSums, Reg, kRegs, kBlockRows, kDeltaVectors, transpose_16,
-                 kPairTiles, PairUnit, pow2, times_pow2, swapped, max_abs_bits, reduce_abs_bits,
-                 reduce_add, reduce_max, less_mask, where_greater, store_indices, store_chosen,
-                 add_to_lanes, lanes_of_sums, from_i32_n, to_i8_n, load_bf16_n, load_f16_n,
-                 store_bf16_n, rounded_bf16, cached_bf16, store_f16_n, load_e4m3_n, load_e5m2_n,
-                 reg, load_reg, reg_fma, reduce_eight, load_of_pairs)
+                 kPairTiles, PairUnit, half_added_bf16, upper_halves, store_pairs, kRowsInPairs,
+                 pow2, times_pow2, swapped, max_abs_bits, reduce_abs_bits, reduce_add, reduce_max,
+                 less_mask, where_greater, store_indices, store_chosen, add_to_lanes, lanes_of_sums,
+                 from_i32_n, to_i8_n, load_bf16_n, load_f16_n, store_bf16_n, rounded_bf16,
+                 cached_bf16, store_f16_n, load_e4m3_n, load_e5m2_n, reg, load_reg, reg_fma,
+                 reduce_eight, load_of_pairs)
 
 }  // namespace
 }  // namespace bitnet::BITNET_ISA

@@ -120,9 +120,12 @@ inline float absmax_of(uint32_t bits) {
   return absmax > 1e-30f ? absmax : 1e-30f;
 }
 
-// bits: of the largest magnitude.
-float quantize_by(uint32_t bits, const float* x, int64_t n, int64_t n_padded, int8_t* q,
-                  int64_t step_stride, int32_t* sum) {
+// bits: of the largest magnitude. store_codes(i, count, scale, q) makes the codes of elements
+// [i, i + count).
+template <class StoreCodes>
+[[gnu::always_inline]] inline float quantize_with(uint32_t bits, int64_t n, int64_t n_padded,
+                                                  int8_t* q, int64_t step_stride, int32_t* sum,
+                                                  const StoreCodes& store_codes) {
   const bool finite = bits < kInfinityBits;
   const float absmax = __builtin_bit_cast(float, bits);
   // Two roundings, as torch computes 127 / t for a tensor t: codes equal Hugging Face's bit for
@@ -134,13 +137,22 @@ float quantize_by(uint32_t bits, const float* x, int64_t n, int64_t n_padded, in
   for (int64_t from = 0; from < n_padded; from += step, q += step_stride) {
     const int64_t end = n_padded - from < step ? n_padded - from : step;
     const int64_t left = finite ? n - from : 0, count = left < end ? (left < 0 ? 0 : left) : end;
-    for_lanes(count, [&](int64_t i, int64_t lanes) BITNET_INLINE_LAMBDA {
-      to_i8_n(q + i, mul(load_n(x + from + i, lanes), s), lanes);
-    });
+    store_codes(from, count, s, q);
     for (int64_t i = count; i < end; ++i) q[i] = 0;
     *sum += sum_i8_vector(q, count);
   }
   return finite ? 1.0f / inv_scale : __builtin_nanf("");
+}
+
+float quantize_by(uint32_t bits, const float* x, int64_t n, int64_t n_padded, int8_t* q,
+                  int64_t step_stride, int32_t* sum) {
+  return quantize_with(bits, n, n_padded, q, step_stride, sum,
+                       [x](int64_t from, int64_t count, F32x16 scale, int8_t* to)
+                           BITNET_INLINE_LAMBDA {
+                             for_lanes(count, [&](int64_t i, int64_t lanes) BITNET_INLINE_LAMBDA {
+                               to_i8_n(to + i, mul(load_n(x + from + i, lanes), scale), lanes);
+                             });
+                           });
 }
 
 float quantize_row(const float* x, int64_t n, int64_t n_padded, int8_t* q, int64_t step_stride,
@@ -168,22 +180,42 @@ void rms_norm_row(const float* x, const float* weight, int64_t n, float eps, DTy
   }
 }
 
+// relu(gate)^2 * up.
+[[gnu::always_inline]] inline F32x16 relu2_mul(F32x16 gate, F32x16 up) {
+  const F32x16 g = max(zero(), gate);  // this order keeps a NaN
+  return mul(mul(g, g), up);
+}
+
+// Up to 16 elements of a NormJob's x, from element i on.
+struct FloatRow {
+  const float* x;
+  [[gnu::always_inline]] F32x16 load(int64_t i, int64_t count) const {
+    return load_n(x + i, count);
+  }
+};
+struct Relu2Row {
+  const void *gate, *up;
+  [[gnu::always_inline]] F32x16 load(int64_t i, int64_t count) const {
+    return relu2_mul(load_as<DType::kBF16>(gate, i, count), load_as<DType::kBF16>(up, i, count));
+  }
+};
+
 // The chain of sums of squares leaves time for rounding, the rounding for the largest magnitude.
-template <DType kType>
-float norm_quantize_as(const NormJob& job, int64_t n_padded, int8_t* q, int64_t step_stride,
-                       int32_t* sum) {
-  const float *x = job.x, *weight = job.weight;
+template <DType kType, class Row>
+float norm_quantize_as(const NormJob& job, const Row& row, int64_t n_padded, int8_t* q,
+                       int64_t step_stride, int32_t* sum) {
+  const float* weight = job.weight;
   float* y = job.y;
   F32x16 squares = zero(), best = zero();
   if (weight == nullptr) {
     for_lanes(job.n, [&](int64_t i, int64_t count) BITNET_INLINE_LAMBDA {
-      const F32x16 v = rounded_as<kType>(load_n(x + i, count));
+      const F32x16 v = rounded_as<kType>(row.load(i, count));
       store_n(y + i, v, count);
       best = max_abs_bits(best, v);
     });
   } else {
     for_lanes(job.n, [&](int64_t i, int64_t count) BITNET_INLINE_LAMBDA {
-      const F32x16 v = rounded_as<kType>(load_n(x + i, count));
+      const F32x16 v = rounded_as<kType>(row.load(i, count));
       store_n(y + i, v, count);
       squares = fma(v, v, squares);
     });
@@ -198,13 +230,70 @@ float norm_quantize_as(const NormJob& job, int64_t n_padded, int8_t* q, int64_t 
   return quantize_by(reduce_abs_bits(best), y, job.n, n_padded, q, step_stride, sum);
 }
 
+// The same codes of a row of kBF16 with a norm, of which n is a multiple of kPairedRow. Between the
+// passes lie bfloat16 numbers, so the row takes half the lines of L1. Two vectors are one of pairs,
+// which costs less than packing each. Behind the first pass no NaN is looked for: each is seen as
+// the largest magnitude of what is not yet rounded, and then there are no codes.
+constexpr int64_t kPairedRow = 32;
+
+template <class Row>
+float norm_quantize_pairs(const NormJob& job, const Row& row, int64_t n_padded, int8_t* q,
+                          int64_t step_stride, int32_t* sum) {
+  const float* weight = job.weight;
+  char* pairs = reinterpret_cast<char*>(job.y);
+  F32x16 squares = zero(), best = zero();
+  for (int64_t i = 0; i < job.n; i += kPairedRow) {
+    const F32x16 first = rounded_bf16(row.load(i, 16));
+    const F32x16 second = rounded_bf16(row.load(i + 16, 16));
+    squares = fma(first, first, squares);
+    squares = fma(second, second, squares);
+    store_pairs(pairs + 2 * i, first, second);
+  }
+  const F32x16 rstd = rstd_of(squares, job.n, job.eps);
+  const auto weighted = [&](F32x16 v, int64_t i) BITNET_INLINE_LAMBDA {
+    const F32x16 normed = upper_halves(half_added_bf16(mul(v, rstd)));
+    const F32x16 product = mul(normed, load_n(weight + i, 16));
+    best = max_abs_bits(best, product);
+    return half_added_bf16(product);
+  };
+  for (int64_t i = 0; i < job.n; i += kPairedRow) {
+    const void* both = pairs + 2 * i;
+    const F32x16 first = weighted(load_of_pairs<0>(both), i);
+    const F32x16 second = weighted(load_of_pairs<1>(both), i + 16);
+    store_pairs(pairs + 2 * i, first, second);
+  }
+  const float largest = __builtin_bit_cast(float, reduce_abs_bits(best));
+  const uint32_t bits = static_cast<uint32_t>(f32_to_bf16(largest)) << 16;
+  return quantize_with(bits, job.n, n_padded, q, step_stride, sum,
+                       [pairs](int64_t from, int64_t count, F32x16 scale, int8_t* to)
+                           BITNET_INLINE_LAMBDA {
+                             for (int64_t i = 0; i < count; i += kPairedRow) {
+                               const void* both = pairs + 2 * (from + i);
+                               to_i8_n(to + i, mul(load_of_pairs<0>(both), scale), 16);
+                               to_i8_n(to + i + 16, mul(load_of_pairs<1>(both), scale), 16);
+                             }
+                           });
+}
+
+template <class Row>
+float norm_quantize_bf16(const NormJob& job, const Row& row, int64_t n_padded, int8_t* q,
+                         int64_t step_stride, int32_t* sum) {
+  if constexpr (kRowsInPairs) {
+    if (job.codes_only && job.weight != nullptr && job.n % kPairedRow == 0)
+      return norm_quantize_pairs(job, row, n_padded, q, step_stride, sum);
+  }
+  return norm_quantize_as<DType::kBF16>(job, row, n_padded, q, step_stride, sum);
+}
+
 float norm_quantize_row(const NormJob& job, int64_t n_padded, int8_t* q, int64_t step_stride,
                         int32_t* sum) {
-  if (job.type == DType::kBF16)
-    return norm_quantize_as<DType::kBF16>(job, n_padded, q, step_stride, sum);
+  if (job.gate != nullptr)
+    return norm_quantize_bf16(job, Relu2Row{job.gate, job.up}, n_padded, q, step_stride, sum);
+  const FloatRow row{job.x};
+  if (job.type == DType::kBF16) return norm_quantize_bf16(job, row, n_padded, q, step_stride, sum);
   if (job.type == DType::kF16)
-    return norm_quantize_as<DType::kF16>(job, n_padded, q, step_stride, sum);
-  return norm_quantize_as<DType::kF32>(job, n_padded, q, step_stride, sum);
+    return norm_quantize_as<DType::kF16>(job, row, n_padded, q, step_stride, sum);
+  return norm_quantize_as<DType::kF32>(job, row, n_padded, q, step_stride, sum);
 }
 
 void add_row(const float* a, const float* b, int64_t n, float* y) {
@@ -215,8 +304,7 @@ void add_row(const float* a, const float* b, int64_t n, float* y) {
 
 void relu2_mul_row(const float* gate, const float* up, int64_t n, float* y) {
   for_lanes(n, [&](int64_t i, int64_t count) BITNET_INLINE_LAMBDA {
-    const F32x16 g = max(zero(), load_n(gate + i, count));  // this order keeps a NaN
-    store_n(y + i, mul(mul(g, g), load_n(up + i, count)), count);
+    store_n(y + i, relu2_mul(load_n(gate + i, count), load_n(up + i, count)), count);
   });
 }
 

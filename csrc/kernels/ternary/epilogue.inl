@@ -15,11 +15,20 @@ template <StoreKind kKind, DType kType>
   }
 }
 
+// Rows of `out` lie far apart, so nothing but this asks for them; so many tokens ahead.
+constexpr int64_t kStoreAhead = 8;
+
 template <StoreKind kKind, DType kType, bool kRowScales>
 void store_block_as(const EpilogueJob& job) {
+  constexpr bool kHalves = kKind == StoreKind::kStore && kType != DType::kF32;
+  const int64_t row_bytes = job.rows * (kHalves ? 2 : 4);
   for (int64_t m = 0; m < job.tokens; ++m) {
     const int32_t* sums = job.sums + m * job.sums_stride;
-    void* out = static_cast<char*>(job.out) + m * job.out_stride_bytes;
+    char* out = static_cast<char*>(job.out) + m * job.out_stride_bytes;
+    if (m + kStoreAhead < job.tokens) {
+      const char* ahead = out + kStoreAhead * job.out_stride_bytes;
+      for (int64_t i = 0; i < row_bytes; i += 64) prefetch(ahead + i);
+    }
     const F32x16 xs = set1(job.x_scale[m]);
     const F32x16 one_scale = kRowScales ? xs : mul(set1(job.w_scale[0]), xs);
     const auto lanes = [&](int64_t i, int64_t count) BITNET_INLINE_LAMBDA {

@@ -308,7 +308,10 @@ struct GroupSums {
     alignas(64) float part[U::kTokens][64];
     for (int64_t row = 0; row < rows; row += 64) {
       const int64_t count = rows - row < 64 ? rows - row : 64;
-      transpose_totals(block, row, count, part);
+      for (int64_t i = 0; i < count; i += 16) {
+        transpose_rows<U>(static_cast<const float*>(block.totals) + (row + i) * U::kTokens, i,
+                          part);
+      }
       for (int64_t t = 0; t < block.tokens; ++t) {
         float* to = job.out + (block.token + t) * job.out_stride + row;
         __builtin_memcpy(to, part[t], static_cast<size_t>(count) * sizeof(float));

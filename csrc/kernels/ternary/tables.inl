@@ -8,7 +8,7 @@
 // added to sums of 32 bits. All of it is exact, so results equal those of a product.
 
 constexpr int64_t kTableBlocks = 4;        // blocks of tokens that share the lines of rows
-constexpr int64_t kTableRows = 2048;       // of all blocks, at most: their sums lie in L2
+constexpr int64_t kTableRows = 2560;       // of all blocks, at most: their sums lie in L2
 constexpr int64_t kTableGroupRows = 1024;  // likewise, with scales of groups
 
 // ---- a job --------------------------------------------------------------------------------------
@@ -17,7 +17,7 @@ constexpr int64_t kTableGroupRows = 1024;  // likewise, with scales of groups
 template <class U>
 struct TableBlock {
   int16_t* sums;  // [places of rows][kTokens], rounded up to 16
-  void* totals;   // [rows][kTokens], likewise
+  void* totals;   // likewise; values of scales of groups by rows
   float* words;   // [16][kTokens]
   int64_t token, tokens;
   typename U::Sums magnitudes;  // since the sums were folded, for every token
@@ -60,8 +60,8 @@ typename U::Sums add_tables(const TableBlock<U>& block, int h, int offset, const
 }
 
 // Tokens of an input, at most kTableBlocks blocks. F says what becomes of sums: fold() after every
-// 32 k, at the end of `k_steps` of them, and store() in the end; run_steps() and take() of
-// both_units.inl.
+// 32 k, at the end of `k_steps` of them, and store() in the end, with what fold() has left in the
+// sums; run_steps() and take() of both_units.inl.
 template <class U, class D, class Steps, class F>
 void table_blocks(const TableInput& in, const F& folds) {
   const int64_t rows = in.tables.tiles * D::kFields * kTileLanes;
@@ -112,16 +112,11 @@ void table_blocks(const TableInput& in, const F& folds) {
   both.finish();
 }
 
-// part[token][row] of up to 64 rows of a block's totals from `row` on.
+// part[token][i + row] of the 16 rows of all tokens at `rows`, words of 32 bits.
 template <class U>
-[[gnu::always_inline]] inline void transpose_totals(const TableBlock<U>& block, int64_t row,
-                                                    int64_t rows, float (*part)[64]) {
-  const char* totals = static_cast<const char*>(block.totals);
-  for (int64_t i = 0; i < rows; i += 16) {
-    for (int64_t t = 0; t < U::kTokens; t += 16) {
-      transpose_16(totals + ((row + i) * U::kTokens + t) * 4, U::kTokens * 4, &part[t][i], 64);
-    }
-  }
+[[gnu::always_inline]] inline void transpose_rows(const void* rows, int64_t i, float (*part)[64]) {
+  for (int64_t t = 0; t < U::kTokens; t += 16)
+    transpose_16(static_cast<const char*>(rows) + t * 4, U::kTokens * 4, &part[t][i], 64);
 }
 
 // ---- sums of all of K, through the epilogue -----------------------------------------------------
@@ -148,23 +143,33 @@ struct WholeSums {
   int64_t k_steps;
   const int32_t* x_sum;
 
-  // Widens sums that the next 32 k, at most 4096 in magnitude, could overflow.
+  // Widens sums that the next 32 k, at most 4096 in magnitude, could overflow. The last sums are
+  // widened where they are stored, so that their totals do not pass through L2 once more.
   bool fold(TableBlock<U>& block, typename U::Sums more, int64_t rows, int64_t done) const {
     block.magnitudes = U::add(block.magnitudes, more);
-    if (done < k_steps && !U::any_above(block.magnitudes, 32767 - 4096)) return false;
-    auto* wide = static_cast<int32_t*>(block.totals);
-    for_placed_rows<U>(rows, [&](int64_t place, int64_t row) BITNET_INLINE_LAMBDA {
-      U::widen(block.sums + place * U::kTokens, block.first, wide + row * U::kTokens);
-    });
+    if (done >= k_steps || !U::any_above(block.magnitudes, 32767 - 4096)) return false;
+    auto* totals = static_cast<int32_t*>(block.totals);
+    const int32_t* before = block.first ? nullptr : totals;
+    for (int64_t i = 0; i < rows * U::kTokens; i += U::kTokens)
+      U::widen(block.sums + i, before == nullptr ? nullptr : before + i, totals + i);
     block.magnitudes = U::zero();
     return true;
   }
   void store(const TableBlock<U>& block, int64_t rows) const {
+    const int32_t* before = block.first ? nullptr : static_cast<const int32_t*>(block.totals);
     alignas(64) float part[U::kTokens][64];
+    alignas(64) int32_t wide[16 * U::kTokens];
     for (int64_t row = 0; row < rows && row < epilogue.rows; row += 64) {
       EpilogueJob job = epilogue_part(epilogue, row, rows - row < 64 ? rows - row : 64, block.token,
                                       block.tokens);
-      transpose_totals(block, row, job.rows, part);
+      for (int64_t i = 0; i < job.rows; i += 16) {
+        for_placed_rows<U>(16, [&](int64_t place, int64_t r) BITNET_INLINE_LAMBDA {
+          const int64_t at = (row + i + place) * U::kTokens;
+          U::widen(block.sums + at, before == nullptr ? nullptr : before + at,
+                   wide + r * U::kTokens);
+        });
+        transpose_rows<U>(wide, i, part);
+      }
       job.sums = reinterpret_cast<const int32_t*>(part[0]);
       job.sums_stride = 64;
       store_block(job);
