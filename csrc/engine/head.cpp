@@ -189,7 +189,7 @@ void measure_bytes(const HeadView& head, int64_t m, const HeadInput& input) {
 
 bool has_upper_bounds(const KernelTable& table, const HeadView& head, int64_t tokens) {
   return head.format == HeadFormat::kInt8 && head.rows <= UINT32_MAX &&
-         table.head_upper_tokens != 0 && tokens >= table.head_upper_tokens;
+         tokens >= table.head_upper_tokens;
 }
 
 // A larger float is a larger number, if the bits of negative ones are turned over; -0 counts as 0.

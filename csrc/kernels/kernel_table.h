@@ -469,7 +469,7 @@ struct KernelTable {
                       int64_t row_begin, int64_t row_end, const HeadToken& x, ScreenBound bound,
                       Prefetch ahead, float* out);
   // The same of several tokens, by their upper bytes, the lower ones' length, and the rows'. From
-  // `head_upper_tokens` tokens on it takes about half as long as head_int8; 0: never.
+  // `head_upper_tokens` tokens on it takes about half as long as head_int8.
   void (*head_upper)(const int8_t* weight, const float* scale, int64_t k, int64_t row_begin,
                      int64_t row_end, const HeadToken* x, int64_t tokens, float* out,
                      int64_t out_stride);

@@ -110,5 +110,8 @@ void head_upper(const int8_t* weight, const float* scale, int64_t k, int64_t row
   }
 }
 
-// A matrix unit is faster than reading in any case.
-constexpr int64_t kUpperFrom = MatrixUnit::kFromTokens > 0 ? 0 : UpperBytes::kFromTokens;
+// Never without products of bytes; nor with a matrix unit, which is faster than reading in any
+// case.
+constexpr int64_t kUpperFrom = MatrixUnit::kFromTokens > 0 || UpperBytes::kFromTokens == 0
+                                   ? INT64_MAX
+                                   : UpperBytes::kFromTokens;

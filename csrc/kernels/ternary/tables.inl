@@ -41,20 +41,38 @@ constexpr int64_t table_scratch_bytes(int64_t rows, int64_t blocks) {
   return tables + lines + blocks * block + beside + 4096;
 }
 
+// What the next call of find_lines reads, of which a call asks for `bytes` a tile, into L2: it is
+// about all that a job with few tokens reads from memory.
+struct NextLines {
+  const uint8_t* tiles;
+  int64_t tile_bytes, bytes;  // 0: nothing
+};
+
 // Adds 32 k to the sums of a block: h says which half of its words. Returns the magnitudes.
-template <class U, class M>
+template <class U, int64_t kTileRows, class M>
 typename U::Sums add_tables(const TableBlock<U>& block, int h, int offset, const uint16_t* lines,
-                            int16_t* tables, int64_t rows, M& both) {
+                            int16_t* tables, int64_t tiles, const NextLines& next, M& both) {
+  constexpr int64_t kTilesAtOnce = 4;  // whose rows take as long as what is asked for
   typename U::Sums more = U::zero();
   repeat<kTablesAtOnce>([&]<int g>() BITNET_INLINE_LAMBDA {
     const float* words = block.words + (h * kTablesAtOnce + g) * U::kTokens;
     more = U::add(more, build_table<U>(words, tables + g * kTableSums * U::kTokens));
   });
   const int16_t* from = tables - offset * U::kTokens;
-  if (block.fresh) {
-    both.template add_rows<true>(lines, from, rows, block.sums);
-  } else {
-    both.template add_rows<false>(lines, from, rows, block.sums);
+  const int64_t at_once = next.bytes == 0 ? tiles : kTilesAtOnce;
+  for (int64_t i = 0; i < tiles; i += at_once) {
+    const int64_t count = tiles - i < at_once ? tiles - i : at_once, row = i * kTileRows;
+    for (int64_t t = i; t < i + count; ++t) {
+      for (int64_t b = 0; b < next.bytes; b += 64)
+        prefetch_l2(next.tiles + t * next.tile_bytes + b);
+    }
+    const uint16_t* of_rows = lines + row * kTablesAtOnce;
+    int16_t* sums = block.sums + row * U::kTokens;
+    if (block.fresh) {
+      both.template add_rows<true>(of_rows, from, count * kTileRows, sums);
+    } else {
+      both.template add_rows<false>(of_rows, from, count * kTileRows, sums);
+    }
   }
   return more;
 }
@@ -101,8 +119,12 @@ void table_blocks(const TableInput& in, const F& folds) {
     for (int h = 0; h < 2; ++h) {
       for (int64_t b = 0; b < count; ++b) {
         TableBlock<U>& block = blocks[b];
-        const typename U::Sums more = add_tables<U>(
-            block, h, D::kOffset, lines + h * rows * kTablesAtOnce, tables, rows, both);
+        const bool few = count <= 2 && b + 1 == count && s + kSpanSteps < in.k_steps;
+        const NextLines next{in.tiles + (s + kSpanSteps + h * kTablesAtOnce) * kStepBytes,
+                             in.tile_bytes, few ? kTablesAtOnce * kStepBytes : 0};
+        const typename U::Sums more = add_tables<U, D::kFields * kTileLanes>(
+            block, h, D::kOffset, lines + h * rows * kTablesAtOnce, tables, in.tables.tiles, next,
+            both);
         block.fresh = folds.fold(block, more, rows, s + (h + 1) * kTablesAtOnce);
         if (block.fresh) block.first = false;
       }
