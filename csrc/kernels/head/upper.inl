@@ -102,9 +102,9 @@ void upper_rows(const int8_t* w, const float* scale, int64_t k, int64_t rows, co
 void head_upper(const int8_t* weight, const float* scale, int64_t k, int64_t row_begin,
                 int64_t row_end, const HeadToken* x, int64_t tokens, float* out,
                 int64_t out_stride) {
-  if constexpr (UpperBytes::kFromTokens > 0) {
-    upper_rows<UpperBytes>(weight + row_begin * k, scale + row_begin, k, row_end - row_begin, x,
-                           tokens, out, out_stride);
+  if constexpr (HeadBytes::kFromTokens > 0) {
+    upper_rows<HeadBytes>(weight + row_begin * k, scale + row_begin, k, row_end - row_begin, x,
+                          tokens, out, out_stride);
   } else {
     head_int8(weight, scale, k, row_begin, row_end, x, tokens, {}, out, out_stride);
   }
@@ -112,6 +112,5 @@ void head_upper(const int8_t* weight, const float* scale, int64_t k, int64_t row
 
 // Never without products of bytes; nor with a matrix unit, which is faster than reading in any
 // case.
-constexpr int64_t kUpperFrom = MatrixUnit::kFromTokens > 0 || UpperBytes::kFromTokens == 0
-                                   ? INT64_MAX
-                                   : UpperBytes::kFromTokens;
+constexpr int64_t kUpperFrom =
+    MatrixUnit::kFromTokens > 0 || HeadBytes::kFromTokens == 0 ? INT64_MAX : HeadBytes::kFromTokens;

@@ -87,7 +87,7 @@ template <int N>
 }
 
 // Of upper bytes alone, for head/upper.inl: kTokens at once, kOffset times their sum too large.
-struct UpperBytes {
+struct HeadBytes {
   static constexpr int64_t kFromTokens = 5;  // fewer are bound by reading
   static constexpr int kTokens = 8;
   static constexpr int64_t kStep = 64;
@@ -156,7 +156,7 @@ BITNET_OVERRIDES(kHeadStreams, kHead4Streams, kHeadPairRows, head_distance, kHea
                  kHead8FlushSteps, kHead8Unroll, kHead8Rows, kHead8Tokens, kHead8Offset,
                  Head8Weights, Head8Acc, head8_weights, head8_dot, head8_add, head8_sum,
                  kHead4Tokens, Head4Acc, head4_block, store_i16, head8_token, head8_sums,
-                 screen_dot, UpperBytes, head4_float)
+                 screen_dot, HeadBytes, head4_float)
 
 }  // namespace
 }  // namespace bitnet::BITNET_ISA

@@ -93,7 +93,7 @@ inline int64_t head8_sum(Head8Acc acc) {
 }
 
 // Of upper bytes alone: avx512_heads.h.
-struct UpperBytes {
+struct HeadBytes {
   static constexpr int64_t kFromTokens = 4;  // an estimate
   static constexpr int kTokens = 4;
   static constexpr int64_t kStep = 32;
@@ -162,7 +162,7 @@ BITNET_OVERRIDES(SumTables, kFlushSteps, kGemvStreams, Partial, kDotInTwoSteps, 
                  kTokensOfTwoSets, kRowPanelFrom, kRowPanelFlush, tile_dot, kHeadStreams,
                  kHead4Streams, kHeadPairRows, head_distance, kHead8Step, kHead8FlushSteps,
                  kHead8Unroll, kHead8Rows, kHead8Tokens, kHead8Offset, Head8Weights, Head8Acc,
-                 head8_weights, head8_dot, head8_add, head8_sum, UpperBytes, kHead4Tokens, Head4Acc,
+                 head8_weights, head8_dot, head8_add, head8_sum, HeadBytes, kHead4Tokens, Head4Acc,
                  head4_block, head4_float)
 
 }  // namespace

@@ -191,7 +191,7 @@ struct SumTables {
 
 // No products of bytes that are faster than those of head_int8; avx512_heads.h has some and shows
 // what it must hold.
-struct UpperBytes {
+struct HeadBytes {
   static constexpr int64_t kFromTokens = 0;  // never
 };
 

@@ -335,7 +335,7 @@ inline int64_t head8_sum(Head8Acc acc) {
 }
 
 // Of upper bytes alone: avx512_heads.h.
-struct UpperBytes {
+struct HeadBytes {
   static constexpr int64_t kFromTokens = 4;  // an estimate
   static constexpr int kTokens = 8;
   static constexpr int64_t kStep = 16;
@@ -405,7 +405,7 @@ BITNET_OVERRIDES(kStepBlocks, kFlushSteps, kGemvRows, kGemvStreams, kTileRows, k
                  kQuadHalves, QuadWords, QuadSums, QuadFactor, quad_words, quad_factor, quad_add,
                  store_quads, kHeadStreams, kHead4Streams, kHeadPairRows, head_distance, kHead8Step,
                  kHead8FlushSteps, kHead8Unroll, kHead8Rows, kHead8Tokens, kHead8Offset,
-                 Head8Weights, Head8Acc, head8_weights, head8_dot, head8_add, head8_sum, UpperBytes,
+                 Head8Weights, Head8Acc, head8_weights, head8_dot, head8_add, head8_sum, HeadBytes,
                  kHead4Tokens, Head4Acc, head4_block, store_i16, head4_float)
 
 }  // namespace
