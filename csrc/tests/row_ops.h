@@ -97,19 +97,28 @@ inline void add_integer_ops(std::vector<RowOp>& ops) {
                  }});
 }
 
+inline int64_t padded_codes(int64_t n) { return (n + 127) / 128 * 128; }
+
+// What norm_quantize_row writes: the row, its codes, their sum and their scale.
+inline auto norm_results(bool codes_only) {
+  return [codes_only](int64_t n) {
+    return std::vector<Shape>{{codes_only ? Kind::kScratch : Kind::kF32, n},
+                              {Kind::kI8, padded_codes(n)},
+                              {Kind::kI32, 1},
+                              {Kind::kF32, 1}};
+  };
+}
+inline void run_norm(const Call& c, const NormJob& job) {
+  *c.y(3) = c.table.norm_quantize_row(job, padded_codes(c.n), static_cast<int8_t*>(c.out[1]),
+                                      kTokenStep, static_cast<int32_t*>(c.out[2]));
+}
+
 // With and without a norm, in place, and where only the codes are wanted.
 inline void add_norm_quantize_op(std::vector<RowOp>& ops, DType type, bool norm, bool in_place,
                                  bool codes_only = false) {
-  const auto padded = [](int64_t n) { return (n + 127) / 128 * 128; };
   ops.push_back({std::string("norm_quantize_row ") + name_of(type) + (norm ? "" : " no weight") +
                      (in_place ? " in place" : "") + (codes_only ? " codes only" : ""),
-                 "norm_quantize_row", float_rows(2),
-                 [=](int64_t n) {
-                   return std::vector<Shape>{{codes_only ? Kind::kScratch : Kind::kF32, n},
-                                             {Kind::kI8, padded(n)},
-                                             {Kind::kI32, 1},
-                                             {Kind::kF32, 1}};
-                 },
+                 "norm_quantize_row", float_rows(2), norm_results(codes_only),
                  [=](const Call& c) {
                    const NormJob job{in_place ? c.y() : c.f(0),
                                      c.n,
@@ -118,35 +127,26 @@ inline void add_norm_quantize_op(std::vector<RowOp>& ops, DType type, bool norm,
                                      1e-5f,
                                      c.y(),
                                      codes_only};
-                   *c.y(3) =
-                       c.table.norm_quantize_row(job, padded(c.n), static_cast<int8_t*>(c.out[1]),
-                                                 kTokenStep, static_cast<int32_t*>(c.out[2]));
+                   run_norm(c, job);
                  },
                  0, in_place ? 0 : -1});
 }
 
 // Of gate and up.
 inline void add_gated_norm_op(std::vector<RowOp>& ops, bool norm, bool codes_only) {
-  const auto padded = [](int64_t n) { return (n + 127) / 128 * 128; };
-  ops.push_back(
-      {std::string("norm_quantize_row bf16 gated") + (norm ? "" : " no weight") +
-           (codes_only ? " codes only" : ""),
-       "norm_quantize_row",
-       [](int64_t n) {
-         return std::vector<Shape>{{Kind::kU16, n}, {Kind::kU16, n}, {Kind::kF32, n}};
-       },
-       [=](int64_t n) {
-         return std::vector<Shape>{{codes_only ? Kind::kScratch : Kind::kF32, n},
-                                   {Kind::kI8, padded(n)},
-                                   {Kind::kI32, 1},
-                                   {Kind::kF32, 1}};
-       },
-       [=](const Call& c) {
-         const NormJob job{nullptr,    c.n,     DType::kBF16, norm ? c.f(2) : nullptr, 1e-5f, c.y(),
-                           codes_only, c.in[0], c.in[1]};
-         *c.y(3) = c.table.norm_quantize_row(job, padded(c.n), static_cast<int8_t*>(c.out[1]),
-                                             kTokenStep, static_cast<int32_t*>(c.out[2]));
-       }});
+  ops.push_back({std::string("norm_quantize_row bf16 gated") + (norm ? "" : " no weight") +
+                     (codes_only ? " codes only" : ""),
+                 "norm_quantize_row",
+                 [](int64_t n) {
+                   return std::vector<Shape>{{Kind::kU16, n}, {Kind::kU16, n}, {Kind::kF32, n}};
+                 },
+                 norm_results(codes_only),
+                 [=](const Call& c) {
+                   const NormJob job{nullptr, c.n,   DType::kBF16, norm ? c.f(2) : nullptr,
+                                     1e-5f,   c.y(), codes_only,   c.in[0],
+                                     c.in[1]};
+                   run_norm(c, job);
+                 }});
 }
 
 // Two tokens of n rows.  A block that is added to starts as input 4.
