@@ -107,9 +107,10 @@ void gather_words(const int8_t* x, int64_t x_stride, int64_t tokens, float* word
   }
 }
 
-// The table of four inputs; returns what their magnitudes are together.
+// The table of four inputs; returns what their magnitudes are together. Once in the object code:
+// its 81 lines take longer than a call.
 template <class U>
-[[gnu::always_inline]] inline typename U::Sums build_table(const float* words, int16_t* table) {
+[[gnu::noinline]] typename U::Sums build_table(const float* words, int16_t* table) {
   using Sums = typename U::Sums;
   Sums x[4];
   repeat<4>([&]<int j>() BITNET_INLINE_LAMBDA { x[j] = U::template codes<j>(words); });
