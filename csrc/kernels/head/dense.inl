@@ -156,7 +156,7 @@ template <int R>
   F32x16 acc[R];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) acc[r] = zero();
-  const auto step = [&](int64_t i, int64_t count) [[gnu::always_inline]] {
+  const auto step = [&](int64_t i, int64_t count) BITNET_INLINE_LAMBDA {
     const F32x16 v = dense_x<DType::kBF16>(x + i, count);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)

@@ -353,20 +353,23 @@ int64_t group_tables(const GroupJob& job) {
       });
 }
 
+// Takes what fills the blocks of tables out of the job.
+template <class U>
+void take_groups_by_tables(GroupJob& job) {
+  const bool half = job.scale_type == DType::kF16;
+  const int64_t done = half ? group_tables<U, uint16_t>(job) : group_tables<U, float>(job);
+  job.x += done * job.x_stride;
+  job.x_sum += done;
+  if (job.x_scale != nullptr) job.x_scale += done;
+  job.out += done * job.out_stride;
+  job.tokens -= done;
+}
+
 void group_gemm(const GroupJob& whole) {
   GroupJob job = whole;
   if constexpr (kTablesHere) {
-    if (job.planes == 1 && !job.add) {
-      const bool half = job.scale_type == DType::kF16;
-      const int64_t done =
-          half ? group_tables<SumTables, uint16_t>(job) : group_tables<SumTables, float>(job);
-      job.x += done * job.x_stride;
-      job.x_sum += done;
-      if (job.x_scale != nullptr) job.x_scale += done;
-      job.out += done * job.out_stride;
-      job.tokens -= done;
-      if (job.tokens == 0) return;
-    }
+    if (job.planes == 1 && !job.add) take_groups_by_tables<SumTables>(job);
+    if (job.tokens == 0) return;
   }
   if (job.scale_type == DType::kF16) {
     if (job.planes == 2) return group_gemm_as<2, uint16_t>(job);
