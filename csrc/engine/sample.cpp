@@ -22,15 +22,11 @@ struct RowMemory {
   float* logits;   // of a row that was changed or thinned out
   float* weights;  // exponentials
   int32_t* kept;   // ids of a row that was thinned out
-  double* sums;    // of blocks
   float* bounds;   // of blocks: their largest
   SelectionMemory selection;
 
   static RowMemory take(BumpAllocator& memory, int64_t vocab) {
-    return {memory.take<float>(vocab),
-            memory.take<float>(vocab),
-            memory.take<int32_t>(vocab),
-            memory.take<double>((vocab + kBlock - 1) / kBlock),
+    return {memory.take<float>(vocab), memory.take<float>(vocab), memory.take<int32_t>(vocab),
             memory.take<float>((vocab + kBlock - 1) / kBlock),
             SelectionMemory::take(memory, vocab)};
   }

@@ -283,7 +283,9 @@ def test_draws_without_filters_on_every_isa_and_thread_count() -> None:
             for row, token in enumerate(best):
                 assert token >= 0 or found[row].isnan().all(), label
                 # nothing but the token that is drawn: the same on every thread count
-                assert token < 0 or (found[row] > -torch.inf).nonzero().flatten().tolist() == [token]
+                assert token < 0 or (found[row] > -torch.inf).nonzero().flatten().tolist() == [
+                    token
+                ]
         one = Head(weight, scale, screen_of(weight)).step(x[4:5], 1, draws[4:5])
         assert tokens_of(one, draws[4:5]) == best[4:5], label
 

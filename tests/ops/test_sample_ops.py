@@ -161,7 +161,9 @@ def test_the_ends_of_a_draw(kind: str, uniform: float) -> None:
 
 def plain_draws(logits: Tensor, temperature: float, uniforms: Tensor) -> npt.NDArray[np.int64]:
     rows = logits.expand(len(uniforms), -1)
-    return ops.sample_tokens(rows, *options(len(rows), (temperature, 0, 1.0, 0.0)), uniforms).numpy()
+    return ops.sample_tokens(
+        rows, *options(len(rows), (temperature, 0, 1.0, 0.0)), uniforms
+    ).numpy()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -78,6 +78,13 @@ class Logits final : public StageWork {
     prepare_head_token(*step_.table, head_, row, j, to.head);
     if (step_.reading == HeadReading::kUpper) measure_bytes(head_, j, to.head);
   }
+  // The noise of the only token to what stands for rows [begin, end).
+  void add_noise(int64_t begin, int64_t end, float* values) const {
+    const Noise noise = step_.batch.noise_of(0);
+    if (noise.temperature > 0)
+      step_.table->add_noise_row(values, end - begin, noise.temperature, noise.key, begin,
+                                 -std::numeric_limits<float>::infinity(), values);
+  }
   void prepare(int64_t slot) const override {
     if (step_.splits_norms) return;
     StageInput& own = step_.own[slot];
@@ -87,13 +94,6 @@ class Logits final : public StageWork {
     const int64_t row = best == 0 ? 0 : row_of_best(best);  // bounds that are all NaN: any row
     head_rows(*step_.table, head_, row, row + 1, own.head, 1, &own.least, 0);
     add_noise(row, row + 1, &own.least);
-  }
-  // The noise of the only token to what stands for rows [begin, end).
-  void add_noise(int64_t begin, int64_t end, float* values) const {
-    const Noise noise = step_.batch.noise_of(0);
-    if (noise.temperature > 0)
-      step_.table->add_noise_row(values, end - begin, noise.temperature, noise.key, begin,
-                                 -std::numeric_limits<float>::infinity(), values);
   }
   int64_t units() const override {
     return rows_.count == 0 ? 0 : (head_.rows + unit_rows(head_) - 1) / unit_rows(head_);

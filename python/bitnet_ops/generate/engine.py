@@ -91,9 +91,9 @@ class CausalModel(Protocol):
     """What the engine needs of a model.
 
     `step` gives the logits f32 [rows, V] of `batch.logit_rows`, of which `batch.largest` may want
-    the largest alone, and writes keys and values into the pool. A model whose weights
-    may change has `weights_version` too, one with LoRA `adapters`, and one with a prefix cache on
-    disk `identity` (Decoder).
+    the largest alone and `batch.draws` the one that is drawn, and writes keys and values into the
+    pool. A model whose weights may change has `weights_version` too, one with LoRA `adapters`, and
+    one with a prefix cache on disk `identity` (Decoder).
     """
 
     @property

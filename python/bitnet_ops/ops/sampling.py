@@ -63,8 +63,8 @@ def sample_tokens(
         RuntimeError: a wrong dtype or shape, a value out of its range, some of the three arguments
             about edits without the others.
     Source: transformers' logits processors, in their order; min-p: arXiv 2407.01082; repetition:
-        arXiv 1909.05858; subtracted: OpenAI's frequency and presence penalties; Gumbel noise: Maddison
-        et al., arXiv 1411.0030; the hash: Wellons' triple32.
+        arXiv 1909.05858; subtracted: OpenAI's frequency and presence penalties; noise:
+        Maddison et al., arXiv 1411.0030; its hash: Wellons' triple32.
     """
     return logits.new_empty((logits.shape[0],), dtype=torch.int64)
 
