@@ -156,11 +156,12 @@ BITNET_LIBRARY(m) {
   //   of a program with blocks delta_net three tensors more in caches, as `states` of delta_net,
   //   and state_steps as there
   //   largest: only so many largest logits of a row are wanted, lower ids first among equals, so
-  //   that those of other tokens may be -infinity; 0: all
+  //   that those of other tokens may be -infinity; 0: all; draws float64 [r, 2]: temperature and
+  //   uniform of a row; above temperature 0 only the logit of the token that is drawn is wanted
   //   -> logits float32 [r, V]; of a head without a matrix V is K: the rows behind the last norm
   m.def(
       "model_step(Tensor x, Tensor program, Tensor(a!)[] caches, Tensor positions, Tensor "
       "slot_mapping, Tensor query_start_loc, Tensor seq_lens, Tensor block_table, Tensor "
       "logit_rows, int out_features, Tensor? adapters=None, str layout=\"rows\", Tensor? "
-      "state_steps=None, int largest=0) -> Tensor");
+      "state_steps=None, int largest=0, Tensor? draws=None) -> Tensor");
 }

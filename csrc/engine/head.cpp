@@ -95,6 +95,12 @@ bool quantize_tile(const KernelTable& table, const Rows& w, int64_t tile, int64_
   return finite;
 }
 
+// The value of an as_best number.
+float value_of_best(uint64_t best) {
+  const auto sorts = static_cast<uint32_t>(best >> 32);
+  return std::bit_cast<float>(sorts >> 31 != 0 ? sorts & ~(uint32_t{1} << 31) : ~sorts);
+}
+
 }  // namespace
 
 int64_t HeadView::row_bytes() const {
@@ -193,21 +199,19 @@ bool has_upper_bounds(const KernelTable& table, const HeadView& head, int64_t to
 }
 
 // A larger float is a larger number, if the bits of negative ones are turned over; -0 counts as 0.
-uint64_t as_best(float logit, int64_t row) {
-  const auto bits = std::bit_cast<uint32_t>(logit + 0.0f);
+uint64_t as_best(float value, int64_t row) {
+  const auto bits = std::bit_cast<uint32_t>(value + 0.0f);
   const uint64_t sorts = bits >> 31 != 0 ? ~bits : bits | uint32_t{1} << 31;
   return sorts << 32 | static_cast<uint32_t>(~row);
 }
-float logit_of_best(uint64_t best) {
-  const auto sorts = static_cast<uint32_t>(best >> 32);
-  return std::bit_cast<float>(sorts >> 31 != 0 ? sorts & ~(uint32_t{1} << 31) : ~sorts);
-}
 int64_t row_of_best(uint64_t best) { return static_cast<uint32_t>(~best); }
 
-void raise_best(uint64_t found, std::atomic<uint64_t>& best) {
+uint64_t raise_best(uint64_t found, std::atomic<uint64_t>& best) {
   uint64_t before = best.load(std::memory_order_relaxed);
-  while (before < found && !best.compare_exchange_weak(before, found)) {
+  while (before < found) {
+    if (best.compare_exchange_weak(before, found)) return before;
   }
+  return found;
 }
 
 int64_t largest_rows(const KernelTable& table, const HeadView& head, int64_t row_begin,
@@ -215,17 +219,26 @@ int64_t largest_rows(const KernelTable& table, const HeadView& head, int64_t row
                      const Largest& largest, float* out, int64_t out_stride) {
   constexpr float kNone = -std::numeric_limits<float>::infinity();
   const int64_t rows = row_end - row_begin;
-  const bool best_only = largest.count == 1;
   table.head_upper(static_cast<const int8_t*>(head.weight), static_cast<const float*>(head.scale),
                    head.k, row_begin, row_end, input.tokens, tokens, out, out_stride);
   int64_t count = 0;
   for (int64_t m = 0; m < tokens; ++m) {
     float* const bounds = out + m * out_stride;
+    const Noise noise = largest.noise == nullptr ? Noise{} : largest.noise[m];
+    const bool noisy = noise.temperature > 0, best_only = largest.count == 1 || noisy;
     const auto heap = best_only ? std::span<float>()
                                 : std::span(largest.heaps + m * largest.count,
                                             static_cast<size_t>(largest.count));
-    uint64_t best = best_only ? largest.best[m].load(std::memory_order_relaxed) : 0;
-    float least = !best_only ? heap.front() : best == 0 ? kNone : logit_of_best(best);
+    const auto best_so_far = [&] {
+      const uint64_t best = largest.best[m].load(std::memory_order_relaxed);
+      return best == 0 ? kNone : value_of_best(best);
+    };
+    float least = best_only ? best_so_far() : heap.front();
+    // v with its noise: a bound stays one, for the sum grows with it
+    const auto add_noise = [&](const float* v, int64_t n, int64_t row, float* to) {
+      table.add_noise_row(v, n, noise.temperature, noise.key, row, least, to);
+    };
+    if (noisy) add_noise(bounds, rows, row_begin, bounds);
     if (table.max_row(bounds, rows) < least) {
       std::fill_n(bounds, rows, kNone);
       continue;
@@ -242,9 +255,11 @@ int64_t largest_rows(const KernelTable& table, const HeadView& head, int64_t row
       ++count;
       if (logit != logit) continue;
       if (best_only) {
-        best = std::max(best, as_best(logit, row_begin + n));
-        least = logit_of_best(best);
-        logit = kNone;
+        float value = logit;
+        if (noisy) add_noise(&logit, 1, row_begin + n, &value);
+        const uint64_t lower = raise_best(as_best(value, row_begin + n), largest.best[m]);
+        if (lower != 0) bounds[row_of_best(lower) - row_begin] = kNone;
+        least = best_so_far();
       } else if (logit > least) {
         std::pop_heap(heap.begin(), heap.end(), std::greater<>());
         heap.back() = logit;
@@ -252,7 +267,6 @@ int64_t largest_rows(const KernelTable& table, const HeadView& head, int64_t row
         least = heap.front();
       }
     }
-    if (best_only) raise_best(best, largest.best[m]);
   }
   return count;
 }

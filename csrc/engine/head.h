@@ -7,6 +7,7 @@
 
 #include "engine/group_product.h"
 #include "engine/row_ops.h"
+#include "engine/sample.h"
 #include "format/layout.h"
 
 namespace bitnet::engine {
@@ -69,24 +70,26 @@ void measure_bytes(const HeadView& head, int64_t m, const HeadInput& input);
 // Whether bounds by upper bytes of so many tokens' logits are worth making.
 bool has_upper_bounds(const KernelTable& table, const HeadView& head, int64_t tokens);
 
-// A logit and its row as a number that sorts like the logit, and of equals the lower row higher;
+// A value and its row as a number that sorts like the value, and of equals the lower row higher;
 // 0 sorts below all. No NaN.
-uint64_t as_best(float logit, int64_t row);
-float logit_of_best(uint64_t best);
-void raise_best(uint64_t found, std::atomic<uint64_t>& best);  // to at least `found`
+uint64_t as_best(float value, int64_t row);
 int64_t row_of_best(uint64_t best);
+// Raises `best` to at least `found`; returns the lower one of both.
+uint64_t raise_best(uint64_t found, std::atomic<uint64_t>& best);
 
 // The largest logits of every token so far: only the best, of all threads, or `count` of them, of
-// one thread.
+// one thread. Of a token with noise the one that is best with it.
 struct Largest {
   int64_t count;
-  std::atomic<uint64_t>* best;  // [tokens], if count is 1
+  const Noise* noise;           // [tokens]; null: none
+  std::atomic<uint64_t>* best;  // [tokens], if count is 1 or with noise
   float* heaps;                 // [tokens][count], else: the least in front
 };
 
 // Of rows [row_begin, row_end) of every token: those that can be among its largest logits are
-// computed. out as of head_rows: such a logit, if more than the best are wanted, a NaN where a
-// logit is one, and else -infinity. Returns how many logits were computed.
+// computed. out as of head_rows: such a logit, or the best alone, a NaN where a logit is one, and
+// else -infinity; the best of other rows before gives way to a better one. Returns how many logits
+// were computed.
 int64_t largest_rows(const KernelTable& table, const HeadView& head, int64_t row_begin,
                      int64_t row_end, const HeadInput& input, int64_t tokens,
                      const Largest& largest, float* out, int64_t out_stride);

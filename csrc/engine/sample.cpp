@@ -22,15 +22,11 @@ struct RowMemory {
   float* logits;   // of a row that was changed or thinned out
   float* weights;  // exponentials
   int32_t* kept;   // ids of a row that was thinned out
-  double* sums;    // of blocks
   float* bounds;   // of blocks: their largest
   SelectionMemory selection;
 
   static RowMemory take(BumpAllocator& memory, int64_t vocab) {
-    return {memory.take<float>(vocab),
-            memory.take<float>(vocab),
-            memory.take<int32_t>(vocab),
-            memory.take<double>((vocab + kBlock - 1) / kBlock),
+    return {memory.take<float>(vocab), memory.take<float>(vocab), memory.take<int32_t>(vocab),
             memory.take<float>((vocab + kBlock - 1) / kBlock),
             SelectionMemory::take(memory, vocab)};
   }
@@ -218,43 +214,37 @@ int64_t draw_descending(const Distribution& d, double uniform, const SelectionMe
   return at.value > 0.0f && d.cut.keeps(at.value, at.index) ? at.index : least_kept(d);
 }
 
-// draw_ascending where there are no filters: of the exponentials themselves, in one pass.
-int64_t draw_of_all(const float* x, int64_t n, float largest, const SamplingOptions& o,
+// -ln(2^-33), rounded up: no noise exceeds it.
+constexpr float kMostNoise = 22.9f;
+
+// The id whose logit with its noise is the largest. memory.bounds: of each block, its largest
+// logit.
+int64_t draw_of_all(const float* x, int64_t n, int64_t most_probable, const Noise& noise,
                     const RowMemory& memory) {
-  const float inv_temperature = inverse_of(o.temperature);
-  const auto weights = [&](int64_t begin) {
-    return kernels().exp_row(x + begin, std::min(kBlock, n - begin), largest, inv_temperature,
-                             memory.weights);
+  const auto add_noise = [&](int64_t begin, int64_t count, float least) {
+    kernels().add_noise_row(x + begin, count, noise.temperature, noise.key, begin, least,
+                            memory.weights);
   };
-  double all = 0.0, before = 0.0;
+  add_noise(most_probable, 1, -kInfinity);
+  Largest best = {memory.weights[0], most_probable};
   for (int64_t begin = 0; begin < n; begin += kBlock) {
-    all += memory.sums[begin / kBlock] = weights(begin);
+    const float bound = std::fma(noise.temperature, kMostNoise, memory.bounds[begin / kBlock]);
+    if (bound < best.value) continue;
+    add_noise(begin, std::min(kBlock, n - begin), best.value);
+    const Largest found = largest_of(memory.weights, std::min(kBlock, n - begin));
+    const int64_t id = begin + found.index;
+    if (found.value > best.value || (found.value == best.value && id < best.index))
+      best = {found.value, id};
   }
-  const double point = o.uniform * all;
-  int64_t last = 0;  // of a positive probability
-  for (int64_t begin = 0; begin < n; begin += kBlock) {
-    const double after = before + memory.sums[begin / kBlock];
-    if (after <= point && after < all) {
-      before = after;
-      continue;
-    }
-    weights(begin);
-    for (int64_t i = begin; i < std::min(begin + kBlock, n); ++i) {
-      if (!(memory.weights[i - begin] > 0.0f)) continue;
-      before += static_cast<double>(memory.weights[i - begin]);
-      last = i;
-      if (before > point) return i;
-    }
-  }
-  return last;  // rounding: the sum of the blocks is larger than that of their elements
+  return best.index;
 }
 
 int64_t sample_row(const float* x, int64_t n, const SamplingOptions& o, const RowMemory& memory) {
   const Largest largest = largest_of(x, n, memory.bounds);
   if (!std::isfinite(largest.value)) return -1;
   if (o.temperature == 0.0) return largest.index;
-  if (o.top_p == 1.0 && o.min_p == 0.0 && (o.top_k == 0 || o.top_k >= n))
-    return draw_of_all(x, n, largest.value, o, memory);
+  if (o.draws_of_all(n))
+    return draw_of_all(x, n, largest.index, noise_of(o.temperature, o.uniform), memory);
   const Distribution d = distribution_of(x, n, largest.value, o, memory);
   return d.token(d.ids == nullptr ? draw_ascending(d, o.uniform)
                                   : draw_descending(d, o.uniform, memory.selection));
@@ -296,6 +286,15 @@ void largest_ids(const float* x, int64_t n, int64_t top, const RowMemory& memory
 }
 
 }  // namespace
+
+// SplitMix64's mixing of its bits.
+Noise noise_of(double temperature, double uniform) {
+  auto key = static_cast<uint64_t>(uniform * 0x1p53) + 0x9e3779b97f4a7c15u;
+  key = (key ^ key >> 30) * 0xbf58476d1ce4e5b9u;
+  key = (key ^ key >> 27) * 0x94d049bb133111ebu;
+  if (temperature == 0.0) return {};
+  return {static_cast<float>(std::clamp(temperature, 0x1p-100, 0x1p96)), key ^ key >> 31};
+}
 
 void sample_tokens(const LogitRows& logits, const SamplingOptions* options, const LogitEdits& edits,
                    int64_t* tokens) {

@@ -18,6 +18,10 @@ struct SamplingOptions {
   double temperature, top_p, min_p;
   int64_t top_k;
   double uniform;  // the random number, in [0, 1); not used at temperature 0
+
+  bool draws_of_all(int64_t vocab) const {  // without filters
+    return temperature > 0 && top_p == 1 && min_p == 0 && (top_k == 0 || top_k >= vocab);
+  }
 };
 
 // A change of one logit, applied first: y = x + bias; y > 0 ? y / repetition : y * repetition; then
@@ -33,9 +37,21 @@ struct LogitEdits {
   const LogitEdit* edits;
 };
 
+// What a draw without filters adds to logits: temperature times the Gumbel noise of (key, id)
+// (kernels/rows/noise.inl). Then the largest one wins, as at temperature 0, with the probability
+// that softmax(logit / temperature) gives it.
+struct Noise {
+  float temperature = 0;  // 0: none
+  uint64_t key = 0;
+};
+// Of a row's uniform number, whose 53 bits are mixed to a key. The temperature stays between 2^-100
+// and 2^96: so no finite logit becomes infinite.
+Noise noise_of(double temperature, double uniform);
+
 // The token of each row, or -1 where a logit is a NaN or the largest one is infinite.
 //
-// After the edits: at temperature 0 the largest logit, the lowest id among equals. Otherwise
+// After the edits: at temperature 0 the largest logit, the lowest id among equals. Without filters
+// the largest of fma(temperature, noise, logit), the lowest id among equals. Otherwise
 //   1. keep the top_k largest logits, the lower ids among equals;
 //   2. p = exp((x - largest) / temperature) over their sum;
 //   3. keep the fewest most probable tokens whose p reach top_p, of those p >= min_p * the largest;

@@ -19,6 +19,7 @@ namespace {
 #include "kernels/rows/rows.inl"
 #include "kernels/rows/hadamard.inl"
 #include "kernels/rows/sampling.inl"
+#include "kernels/rows/noise.inl"
 #include "kernels/delta/rule.inl"
 #include "kernels/ternary/tiles.inl"
 #include "kernels/ternary/canonical.inl"

@@ -507,6 +507,11 @@ struct KernelTable {
   // how many.
   int64_t (*find_row)(const float* v, int64_t n, float scale, float low, float high, int32_t* ids);
 
+  // out[i] = fma(temperature, g, x[i]) with Gumbel noise g of id first + i (rows/noise.inl); or, if
+  // that is below `least`, perhaps -inf. temperature is at least 0; out may be x.
+  void (*add_noise_row)(const float* x, int64_t n, float temperature, uint64_t key, int64_t first,
+                        float least, float* out);
+
   // ---- limits, for benchmarks -----------------------------------------------------------------
   // Reads n_bytes / 128 * 128 bytes as `streams` (1, 2 or 4) sequential streams, prefetching each
   // by software `distance` bytes ahead (0: not at all).  Returns the xor of all 8-byte words.
@@ -536,7 +541,7 @@ struct KernelTable {
   .head_upper_tokens = kUpperFrom, .head_int4 = head_int4,                                        \
   .head_quantize_token = head_quantize_token, .head_quantize_int8 = head_quantize_int8,           \
   .head_quantize_int4 = head_quantize_int4, .max_row = max_row, .exp_row = exp_row,               \
-  .split_row = split_row, .find_row = find_row, .probe_read = probe_read,                         \
-  .probe_int8_peak = probe_int8_peak
+  .split_row = split_row, .find_row = find_row, .add_noise_row = add_noise_row,                   \
+  .probe_read = probe_read, .probe_int8_peak = probe_int8_peak
 
 }  // namespace bitnet

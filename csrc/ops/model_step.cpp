@@ -1,5 +1,6 @@
 // model_step: a bound program on new tokens of any sequences over a pool of blocks;
 // engine/program/plan.h does the rest.
+#include <cmath>
 #include <optional>
 
 #include "engine/program/plan.h"
@@ -70,6 +71,7 @@ struct Tokens {
   std::vector<int64_t> positions, slots, logit_rows, of_sequences, adapters;
   PagedBatch sequences;
   std::vector<engine::StateStep> state_steps;
+  std::vector<engine::Noise> noise;
 };
 
 void check_caches(const Check& check, const Caches& caches, const engine::Program& program) {
@@ -114,12 +116,30 @@ void copy_adapters(const Check& check, const Tensor& adapters, int64_t tokens, i
   }
 }
 
+void copy_draws(const Check& check, const Tensor& draws, int64_t rows,
+                std::vector<engine::Noise>& copy) {
+  check.dtype(draws, "draws", ScalarType::Double);
+  check.shape(draws, "draws", {rows, 2});
+  const Tensor dense = as_contiguous(draws);
+  const double* values = data<double>(dense);
+  copy.clear();
+  for (int64_t r = 0; r < rows; ++r) {
+    const double temperature = values[2 * r], uniform = values[2 * r + 1];
+    if (!(temperature >= 0 && std::isfinite(temperature) && uniform >= 0 && uniform < 1))
+      check.fail("draws", "of temperatures finite and at least 0, uniforms from 0 to below 1",
+                 std::to_string(temperature) + " and " + std::to_string(uniform) + " for row " +
+                     std::to_string(r));
+    copy.push_back(engine::noise_of(temperature, uniform));
+  }
+}
+
 Tensor model_step(const Tensor& x_in, const Tensor& program_handle,
                   const std::vector<Tensor>& cache_list, const Tensor& positions,
                   const Tensor& slot_mapping, const Tensor& query_start_loc, const Tensor& seq_lens,
                   const Tensor& block_table, const Tensor& logit_rows, int64_t out_features,
                   const std::optional<Tensor>& adapters, std::string layout,
-                  const std::optional<Tensor>& state_steps, int64_t largest) {
+                  const std::optional<Tensor>& state_steps, int64_t largest,
+                  const std::optional<Tensor>& draws) {
   const Check check("model_step");
   thread_local engine::StepState state;
   thread_local Tokens tokens;
@@ -150,6 +170,8 @@ Tensor model_step(const Tensor& x_in, const Tensor& program_handle,
   copy_slots(check, slot_mapping, count, blocks * block_size, tokens.slots);
   tokens.sequences.set(check, query_start_loc, seq_lens, block_table, count, blocks, block_size);
   copy_logit_rows(check, logit_rows, count, tokens.logit_rows);
+  const bool noisy = draws.has_value() && draws->defined();
+  if (noisy) copy_draws(check, *draws, logit_rows.size(0), tokens.noise);
   const bool adapted = adapters.has_value() && adapters->defined();
   if (adapted) copy_adapters(check, *adapters, count, program.adapters(), tokens);
   const bool stated = state_steps.has_value() && state_steps->defined();
@@ -177,6 +199,7 @@ Tensor model_step(const Tensor& x_in, const Tensor& program_handle,
     mutated.keep_apart(check, *indices, name);
   if (adapted) mutated.keep_apart(check, *adapters, "adapters");
   if (stated) mutated.keep_apart(check, *state_steps, "state_steps");
+  if (noisy) mutated.keep_apart(check, *draws, "draws");
   bound->keep_apart(check, mutated);
   const auto rows = static_cast<int64_t>(tokens.logit_rows.size());
   Tensor logits = empty({rows, out_features}, ScalarType::Float);
@@ -191,7 +214,8 @@ Tensor model_step(const Tensor& x_in, const Tensor& program_handle,
                       .adapters = adapted ? tokens.adapters.data() : nullptr,
                       .pool = caches.pool(),
                       .out = mutable_data<float>(logits),
-                      .largest = largest};
+                      .largest = largest,
+                      .noise = noisy ? tokens.noise.data() : nullptr};
   if (stated) {
     batch.states = states->first();
     batch.state_steps = tokens.state_steps.data();

@@ -478,6 +478,29 @@ inline int64_t find_row(const float* v, int64_t n, float scale, float low, float
   return found;
 }
 
+// 32 random bits of an id, and Gumbel noise of such bits.
+inline uint32_t noise_bits(uint64_t key, int64_t id) {
+  uint32_t h = static_cast<uint32_t>(id) ^ static_cast<uint32_t>(key);
+  h = (h ^ h >> 17) * 0xed5ad4bbu;
+  h = (h ^ h >> 11) + static_cast<uint32_t>(key >> 32);
+  h = h * 0xac4c1b51u;
+  h = (h ^ h >> 15) * 0x31848babu;
+  return h ^ h >> 14;
+}
+inline double noise_of_bits(uint32_t bits) {
+  const auto number = static_cast<int32_t>(bits);
+  const double tail = (static_cast<double>(number < 0 ? ~number : number) + 0.5) * 0x1p-32;
+  return -std::log(number < 0 ? -std::log(tail) : -std::log1p(-tail));
+}
+
+inline void add_noise_row(const float* x, int64_t n, float temperature, uint64_t key, int64_t first,
+                          float /*least*/, float* out) {
+  for (int64_t i = 0; i < n; ++i) {
+    const double noise = noise_of_bits(noise_bits(key, first + i));
+    out[i] = static_cast<float>(double{temperature} * noise + double{x[i]});
+  }
+}
+
 // A table of these; rows that are not float rows are null.
 inline KernelTable table() {
   KernelTable t = {};
@@ -527,6 +550,7 @@ inline KernelTable table() {
   t.exp_row = exp_row;
   t.split_row = split_row;
   t.find_row = find_row;
+  t.add_noise_row = add_noise_row;
   return t;
 }
 

@@ -601,6 +601,17 @@ inline void add_find_op(std::vector<RowOp>& ops, float low, float high) {
                  float_rows(1), outputs, run});
 }
 
+inline void add_noise_op(std::vector<RowOp>& ops, float least, bool in_place) {
+  const auto run = [=](const Call& c) {
+    c.table.add_noise_row(in_place ? c.y() : c.f(0), c.n, 0.7f, 0x123456789abcdef0u, 70'001, least,
+                          c.y());
+    for (int64_t i = 0; i < c.n; ++i)  // below, either is right
+      if (c.y()[i] < least) c.y()[i] = -__builtin_inff();
+  };
+  ops.push_back({"add_noise_row from " + std::to_string(least) + (in_place ? " in place" : ""),
+                 "add_noise_row", float_rows(1), float_rows(1), run, 0, in_place ? 0 : -1});
+}
+
 inline void add_sampling_ops(std::vector<RowOp>& ops) {
   ops.push_back({"max_row", "max_row", float_rows(1),
                  [](int64_t) { return std::vector<Shape>{{Kind::kF32, 1}}; },
@@ -625,6 +636,10 @@ inline void add_sampling_ops(std::vector<RowOp>& ops) {
       }
       add_find_op(ops, low, high);
     }
+  }
+  for (const float least : {-kInfinity, 1.0f}) {
+    add_noise_op(ops, least, false);
+    add_noise_op(ops, least, true);
   }
   add_find_op(ops, 0.0f, 0.0f);
   add_split_op(ops, 0.0f, 0.0f, false, true);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "tests/check.h"
+#include "tests/contract.h"
 #include "tests/random.h"
 #include "tests/row_ops.h"
 #include "tests/tables.h"
@@ -279,6 +280,69 @@ void extreme_gates(const KernelTable& table) {
   }
 }
 
+// ---- noise --------------------------------------------------------------------------------------
+
+// The id that the key 0 gives these bits.
+int64_t id_of_bits(uint32_t h) {
+  const auto unmultiply = [](uint32_t x, uint32_t factor) {
+    uint32_t inverse = factor;  // right to 3 bits, and to twice as many with every step
+    for (int i = 0; i < 4; ++i) inverse *= 2 - factor * inverse;
+    return x * inverse;
+  };
+  const auto unshift = [](uint32_t x, int by) {
+    uint32_t y = x;
+    for (int i = by; i < 32; i += by) y = x ^ y >> by;
+    return y;
+  };
+  h = unshift(unmultiply(unshift(h, 14), 0x31848babu), 15);
+  return unshift(unmultiply(unshift(unmultiply(h, 0xac4c1b51u), 11), 0xed5ad4bbu), 17);
+}
+
+// Logarithms are right within 2e-7 of themselves and a few roundings, and the outer one takes the
+// inner one's relative error as its own; then it is rounded.
+double noise_error(double noise) { return 7e-7 + 2 * kU * std::fabs(noise); }
+
+void noise(const KernelTable& table) {
+  begin_case("%s add_noise_row", table.name);
+  constexpr int64_t kN = 50'001;
+  std::vector<float> got(kN), zeros(kN, 0.0f);
+  for (const uint64_t key : {uint64_t{0}, uint64_t{0xfedcba9876543210u}}) {
+    for (const int64_t first : {int64_t{0}, int64_t{INT32_MAX} - kN}) {
+      table.add_noise_row(zeros.data(), kN, 1.0f, key, first, -INFINITY, got.data());
+      for (int64_t i = 0; i < kN; ++i) {
+        const double want = contract::noise_of_bits(contract::noise_bits(key, first + i));
+        check_near(got[static_cast<std::size_t>(i)], want, noise_error(want), i);
+      }
+      for (int64_t i = 0; i < kN; i += 997) {  // wherever a range begins
+        float one;
+        table.add_noise_row(&zeros[0], 1, 1.0f, key, first + i, -INFINITY, &one);
+        CHECK(one == got[static_cast<std::size_t>(i)], "another noise of one id");
+      }
+      std::vector<float> reaching(kN);
+      table.add_noise_row(zeros.data(), kN, 1.0f, key, first, 5.0f, reaching.data());
+      int64_t left_out = 0;
+      for (std::size_t i = 0; i < kN; ++i) {
+        left_out += reaching[i] != got[i];
+        CHECK(reaching[i] == got[i] || (reaching[i] == -INFINITY && got[i] < 5.0f), "%g, not %g",
+              static_cast<double>(reaching[i]), static_cast<double>(got[i]));
+      }
+      CHECK(left_out > kN * 3 / 5, "%lld left out", static_cast<long long>(left_out));
+    }
+  }
+  // Both ends, the middle, and where the inner logarithm changes its form.
+  for (const uint32_t middle : {0u, 0x7fffffffu, 0x80000000u, 0xffffffffu, 0x4afb0ccdu}) {
+    for (uint32_t bits = middle - 300; bits != middle + 300; ++bits) {
+      const int64_t id = id_of_bits(bits);
+      CHECK(contract::noise_bits(0, id) == bits, "not the inverse");
+      float one;
+      table.add_noise_row(&zeros[0], 1, 1.0f, 0, id, -INFINITY, &one);
+      const double want = contract::noise_of_bits(bits);
+      check_near(one, want, noise_error(want), id);
+      CHECK(one <= 22.9f, "more than engine/sample.cpp expects");
+    }
+  }
+}
+
 // ---- reductions ---------------------------------------------------------------------------------
 
 constexpr int64_t kLengths[] = {1, 2, 15, 16, 17, 31, 33, 64, 70, 128, 200, 640, 2560, 6912, 14336};
@@ -514,6 +578,13 @@ TEST(gated) {
     print_share(*table, "silu_mul_row");
     gelu(*table);
     print_share(*table, "gelu_mul_row");
+  }
+}
+
+TEST(noise) {
+  for (const KernelTable* table : tables_under_test()) {
+    noise(*table);
+    print_share(*table, "add_noise_row");
   }
 }
 

@@ -298,10 +298,10 @@ bool same_state(const RowOp& op, int64_t dim, const float* got, const float* wan
                              close(got[padded], want[padded], 0x1p-16, 0x1p-16));
 }
 
-// Rows whose exp the contract takes from libm.
+// Rows whose exp, or logarithm, the contract takes from libm.
 const std::set<std::string> kWithExp = {"exp_row",         "silu_mul_row",  "gelu_mul_row",
                                         "sigmoid_mul_row", "conv_silu_row", "delta_gates_row",
-                                        "merge_attention"};
+                                        "merge_attention", "add_noise_row"};
 
 void check_output(const RowOp& op, std::size_t output, Shape shape, int64_t n, const Bytes& got,
                   const Bytes& want) {
@@ -322,7 +322,7 @@ void check_output(const RowOp& op, std::size_t output, Shape shape, int64_t n, c
     const double sum = double{number(got, 0)} + double{number(got, 1)};
     CHECK(close(sum, double{number(want, 0)} + double{number(want, 1)}, 0x1p-20, 1e-44), "%g", sum);
   } else if (kWithExp.contains(row)) {
-    const double floor = row == "merge_attention" ? 0x1p-20 : 1e-44;
+    const double floor = row == "merge_attention" || row == "add_noise_row" ? 0x1p-20 : 1e-44;
     for (int64_t i = 0; i < shape.count; ++i) {
       CHECK(close(number(got, i), number(want, i), 0x1p-18, floor), "element %lld: %a, not %a",
             static_cast<long long>(i), number(got, i), number(want, i));

@@ -98,8 +98,8 @@ def load(
             prompts without long answers, drafts, embeddings or scores.
         head_format: of the output head, and of the embedding where it is tied: "int8", "int4",
             "bf16", "float32", or "stored", as the file has it. "int8_screened" gives the tokens of
-            "int8" and reads less of it for greedy steps of one sequence, for three quarters more
-            memory.
+            "int8" and reads less of it for steps of one sequence that are greedy or draw by
+            temperature alone, for three quarters more memory.
             A matrix that the file holds as ternary weights stays what it is in every format.
         activation_format: what ternary weights with scales of groups multiply by: "int8" (one scale
             a token), "int8_group" (one for every 128 features of a token), "int16_group" (16 bits,

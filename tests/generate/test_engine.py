@@ -10,8 +10,8 @@ import copy
 import inspect
 import pickle
 import time
-from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -39,7 +39,7 @@ from bitnet_ops.nn.kv_config import KV_DTYPES, bytes_of_block
 from bitnet_ops.nn.kv_pool import KVPool
 from bitnet_ops.nn.lora import LoraError
 from counting_model import LONG, Counting, answers, drain, used
-from isa_control import torch_threads
+from isa_control import ISAS, torch_threads
 from paged_fake import VOCAB as FAKE_VOCAB
 from paged_fake import FakeEngine, FakeModel
 from tiny_models import SMALL, tiny_model
@@ -541,6 +541,46 @@ def test_a_row_is_what_it_is_alone(model: Decoder, kv_dtype: torch.dtype) -> Non
     alone = [single.generate([p], m, limits)[0] for p, m in zip(PROMPTS, MIXED, strict=True)]
     assert together == alone
     assert engine.generate(PROMPTS[::-1], MIXED[::-1], limits)[::-1] == alone
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("head", ["int8", "int8_screened"])
+def test_bounds_of_logits_change_no_draw(head: str, drafts: int) -> None:
+    """A text alone, among others, with drafts, and from the whole head."""
+    model = bitnet_ops.load(head_format=head).model
+    ways = [
+        *(SamplingParams(temperature=t, seed=9) for t in (0.3, 0.7, 1.0, 1.5)),
+        SamplingParams(),
+        SamplingParams(temperature=0.9, top_k=20, seed=4),
+    ]
+    prompts = [[0, 17, 30, 17, 30, 17, 30, 5 + i % 3] for i in range(2 * len(ways))]
+    bounded, step = [], model.step
+
+    def texts(indices: Iterable[int]) -> list[Any]:
+        engine = fresh(model)
+        ids = [
+            engine.add(prompts[i], ways[i % len(ways)], Limits(16), max_drafts=drafts)
+            for i in indices
+        ]
+        found = answers(drain(engine))
+        return [found[id] for id in ids]
+
+    def watched(batch: StepBatch, pool: Any) -> torch.Tensor:
+        logits = step(batch, pool)
+        bounded.append(batch.draws is not None and bool((logits == -torch.inf).any()))
+        return logits
+
+    model.step = watched  # type: ignore[method-assign]
+    everything = range(len(prompts))
+    together, alone = texts(everything), [texts([i])[0] for i in everything]
+    assert any(bounded) or "avx512_vnni" not in ISAS
+
+    def whole(batch: StepBatch, pool: Any) -> torch.Tensor:
+        return step(replace(batch, largest=0), pool)
+
+    model.step = whole  # type: ignore[method-assign]
+    expected = texts(everything)
+    assert together == expected and alone == expected
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 59, 60, 1000])

@@ -18,7 +18,14 @@ from torch import Tensor
 from transformers.generation import logits_process as processors
 
 from bitnet_ops import ops
-from bitnet_ops.generate.sampling import Sampler, SamplingError, SamplingParams, sample_rows
+from bitnet_ops.generate.sampling import (
+    Sampler,
+    SamplingError,
+    SamplingParams,
+    draws_of,
+    sample_rows,
+)
+from ops_sampling import noisy
 
 VOCAB = 60
 
@@ -151,6 +158,12 @@ def test_draws_are_those_of_transformers_at_the_generators_next_number(
             theirs = processors.RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(
                 torch.tensor([tokens]), theirs
             )
+            point = torch.rand((), dtype=torch.float64, generator=generator)
+            if params.plain:
+                v = noisy(theirs[0].double().numpy(), params.temperature, float(point))
+                tokens.append(choose(sampler, logits[0]))
+                assert tokens[-1] == v.argmax()
+                continue
             theirs = processors.TemperatureLogitsWarper(params.temperature)(None, theirs)
             if params.top_k:
                 theirs = processors.TopKLogitsWarper(params.top_k)(None, theirs)
@@ -160,7 +173,6 @@ def test_draws_are_those_of_transformers_at_the_generators_next_number(
                 theirs = processors.MinPLogitsWarper(params.min_p)(None, theirs)
             p = torch.softmax(theirs[0].double(), -1)
             order = p.argsort(descending=True, stable=True) if params.top_k else torch.arange(VOCAB)
-            point = torch.rand((), dtype=torch.float64, generator=generator)
             at = torch.searchsorted(p[order].cumsum(-1), point, right=True)
             before = logits.clone()
             tokens.append(choose(sampler, logits[0]))
@@ -209,6 +221,33 @@ def test_any_options_give_a_token(
     assert 0 <= token < VOCAB
     if 0 < temperature < 1e-20 and penalty == 1:
         assert token == int(logits.argmax())
+
+
+def test_draws_of_a_step_are_those_of_its_rounds() -> None:
+    plain = [Sampler(SamplingParams(temperature=0.5 + i, seed=i)) for i in range(2)]
+    greedy, kept = Sampler(SamplingParams()), Sampler(SamplingParams(temperature=1, top_k=5))
+    uniforms = [
+        torch.rand(20, dtype=torch.float64, generator=torch.Generator().manual_seed(i)).tolist()
+        for i in range(2)
+    ]
+    assert draws_of([greedy, kept], [1, 2]) is None
+    assert [s.largest for s in (*plain, greedy, kept)] == [1, 1, 1, 5]
+    for done in range(3):
+        at = [draws[done:] for draws in uniforms]
+        found = draws_of([plain[0], greedy, plain[1], kept], [1, 0, 18, 2])
+        assert found is not None and found.tolist() == [
+            [0.5, at[0][0]], [1.5, at[1][0]], [0, 0],
+            [1.5, at[1][1]], [0, 0],
+            *([1.5, uniform] for uniform in at[1][2:18]),
+        ]  # fmt: skip
+        for sampler in plain:
+            assert sampler.uniform() == found[0 if sampler is plain[0] else 1, 1], "nothing is used"
+            sampler.add(3)
+    empty = draws_of(plain, [0, 0])
+    assert empty is not None and empty.shape == (0, 2)
+    filtered = SamplingParams(temperature=1, top_p=0.9), SamplingParams(temperature=1, min_p=0.1)
+    assert [Sampler(params).largest for params in filtered] == [0, 0]
+    assert Sampler(SamplingParams(temperature=1, logprobs=0)).largest == 0
 
 
 # Penalties --------------------------------------------------------------------------------------

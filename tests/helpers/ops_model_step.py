@@ -279,6 +279,10 @@ def _model_step_samples() -> Built:
     )(*model_step_arguments(g))  # fmt: skip
 
 
+def _draws(a: Named) -> Tensor:
+    return torch.zeros(len(a["logit_rows"]), 2, dtype=torch.float64)
+
+
 def _caches(*changes: Any) -> Callable[[Named], list[Tensor]]:
     """The caches of a call, each changed; None: left as it is."""
     return lambda a: [
@@ -335,6 +339,12 @@ _MODEL_STEP_REJECTIONS: Rejections = [
     ({"logit_rows": lambda a: torch.tensor([6]), "largest": lambda a: 1}, "logit_rows",
      "rows in [0, 6), got 6"),
     ({"largest": lambda a: -1}, "largest", "at least 0, got -1"),
+    ({"draws": lambda a: torch.zeros(2, 2)}, "draws", "of dtype float64, got float32"),
+    ({"draws": lambda a: _draws(a)[:1]}, "draws", "of shape [3, 2], got [1, 2]"),
+    ({"draws": lambda a: _draws(a)[:, 0]}, "draws", "of shape [3, 2], got [3]"),
+    ({"draws": lambda a: _draws(a) - 1}, "draws", "got -1.000000 and -1.000000 for row 0"),
+    ({"draws": lambda a: _draws(a) + 1}, "draws", "uniforms from 0 to below 1, got 1.000000 and 1"),
+    ({"draws": lambda a: _draws(a) / 0}, "draws", "of temperatures finite and at least 0"),
     ({"logit_rows": lambda a: torch.zeros(7).long()}, "logit_rows", "at most the 6 tokens of x"),
     ({"layout": lambda a: "tiles"}, "layout", '"rows" or "panels", got "tiles"'),
     ({"adapters": lambda a: torch.tensor([0, 0, 9])}, "adapters", "from -1 (none) to"),

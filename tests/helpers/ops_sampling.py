@@ -50,6 +50,29 @@ def _kept(
     return ids[order], p[order]
 
 
+def gumbel(uniform: float, vocab: int) -> np.ndarray:
+    """The noise of every id, as the docstring of ops.sample_tokens defines it."""
+    key = (int(uniform * 2**53) + 0x9E3779B97F4A7C15) % 2**64
+    key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    key = (key ^ key >> 27) * 0x94D049BB133111EB % 2**64
+    key ^= key >> 31
+    h = np.arange(vocab, dtype=np.uint64) ^ np.uint64(key % 2**32)
+    for shift, added, factor in ((17, 0, 0xED5AD4BB), (11, key >> 32, 1), (0, 0, 0xAC4C1B51)):
+        mixed = h ^ h >> np.uint64(shift) if shift else h
+        h = (mixed + np.uint64(added)) % 2**32 * np.uint64(factor) % 2**32
+    h = (h ^ h >> np.uint64(15)) * np.uint64(0x31848BAB) % 2**32
+    signed = (h ^ h >> np.uint64(14)).astype(np.uint32).view(np.int32).astype(np.float64)
+    low = signed < 0
+    tail = (np.where(low, -1 - signed, signed) + 0.5) / 2**32
+    return np.asarray(-np.log(np.where(low, -np.log(tail), -np.log1p(-tail))))
+
+
+def noisy(x: np.ndarray, temperature: float, uniform: float) -> np.ndarray:
+    """Logits with the noise of a draw without filters."""
+    scale = np.float64(np.float32(min(max(temperature, 2.0**-100), 2.0**96)))
+    return np.asarray(scale * gumbel(uniform, len(x)) + x)
+
+
 def sample_tokens(
     logits: Tensor,
     temperature: Tensor,
@@ -72,6 +95,9 @@ def sample_tokens(
             tokens.append(int(np.argmax(x)))
             continue
         options = float(temperature[r]), int(top_k[r]), float(top_p[r]), float(min_p[r])
+        if not 0 < options[1] < len(x) and options[2:] == (1, 0):
+            tokens.append(int(np.argmax(noisy(x, options[0], float(uniforms[r])))))
+            continue
         ids, p = _kept(x, *options)
         reached = np.cumsum(p)
         at = int(np.searchsorted(reached, float(uniforms[r]) * reached[-1], side="right"))

@@ -1,5 +1,5 @@
 """Bounds of an int8 head's logits, by its screen or by upper bytes of several tokens: every greedy
-step takes the tokens that the whole head gives."""
+step, and every draw without filters, takes the tokens that the whole head gives."""
 
 from __future__ import annotations
 
@@ -44,22 +44,30 @@ class Head:
         self.handle = ops.bind_program(text, "\n".join(tensors), list(tensors.values()))
         self.tensors = tensors
 
-    def step(self, x: Tensor, largest: int = 1) -> Tensor:
+    def step(self, x: Tensor, largest: int = 1, draws: Tensor | None = None) -> Tensor:
         """Logits [M, V] of x [M, k], each a sequence of its own."""
         tokens = torch.arange(len(x))
         pools = [torch.zeros(1, len(x), 4, 1, 16) for _ in range(2)]
         starts, zeros = torch.arange(len(x) + 1), torch.zeros_like(tokens)
         return ops.model_step(
             x, self.handle, pools, zeros, 4 * tokens, starts, zeros + 1, tokens[:, None], tokens,
-            self.rows, largest=largest,
+            self.rows, largest=largest, draws=draws,
         )  # fmt: skip
 
 
-def tokens_of(logits: Tensor) -> list[int]:
-    """The engine's choices at temperature 0; -1 for a row without a distribution."""
+def tokens_of(logits: Tensor, draws: Tensor | None = None) -> list[int]:
+    """The engine's choices without filters; -1 for a row without a distribution."""
     zeros = torch.zeros(len(logits), dtype=torch.float64)
     none, one = torch.zeros(len(logits), dtype=torch.int64), torch.ones_like(zeros)
-    return ops.sample_tokens(logits, zeros, none, one, zeros, zeros).tolist()
+    temperatures, uniforms = (zeros, zeros) if draws is None else draws.unbind(1)
+    return ops.sample_tokens(logits, temperatures, none, one, zeros, uniforms).tolist()
+
+
+def draws_of(g: torch.Generator, count: int) -> Tensor:
+    """Temperature and uniform of each row; every seventh is greedy."""
+    chosen = torch.tensor([0.0, 0.3, 0.7, 1.0, 1.5, 1e-30, 0.7])
+    temperatures = chosen[torch.arange(count) % len(chosen)].double()
+    return torch.stack([temperatures, torch.rand(count, dtype=torch.float64, generator=g)], 1)
 
 
 def heads(g: torch.Generator) -> dict[str, tuple[Tensor, Tensor]]:
@@ -228,6 +236,73 @@ def test_draws_of_the_largest_on_every_isa_and_thread_count() -> None:
         assert torch.equal(found.values, whole.values), label
 
 
+def test_draws_without_filters_by_a_screen_are_the_whole_heads() -> None:
+    g = torch.Generator().manual_seed(6)
+    cases = heads(g)
+    for name, (weight, scale) in cases.items():
+        plain, screened = Head(weight, scale, None), Head(weight, scale, screen_of(weight))
+        inputs = states(g, weight, 500)
+        left_out = 0
+        for x, draw in zip(inputs, draws_of(g, len(inputs)), strict=True):
+            whole, found = plain.step(x[None], 0), screened.step(x[None], 1, draw[None])
+            assert tokens_of(found, draw[None]) == tokens_of(whole, draw[None]), name
+            left = found != -torch.inf
+            assert torch.equal(found[left].nan_to_num(), whole[left].nan_to_num()), name
+            left_out += int((~left).sum())
+        assert left_out > 0.3 * len(inputs) * plain.rows, name
+
+
+def test_draws_without_filters_of_batches_are_the_whole_heads() -> None:
+    g = torch.Generator().manual_seed(7)
+    for name, (weight, scale) in heads(g).items():
+        inputs, sizes = states(g, weight, 600), itertools.cycle((5, 8, 16))
+        while len(inputs) > 0:
+            size = next(sizes)
+            x, inputs = inputs[:size], inputs[size:]
+            draws = draws_of(g, len(x))
+            head = Head(weight, scale, None)
+            whole, found = head.step(x, 0), head.step(x, 1, draws)
+            assert tokens_of(found, draws) == tokens_of(whole, draws), (name, size)
+            left = found != -torch.inf
+            assert torch.equal(found[left].nan_to_num(), whole[left].nan_to_num()), name
+
+
+def test_draws_without_filters_on_every_isa_and_thread_count() -> None:
+    g = torch.Generator().manual_seed(8)
+    weight, scale = ops.quantize_head(torch.randn(24_000, 200, generator=g), "int8")
+    weight[20_001], scale[20_001] = weight[17], scale[17]
+    x = torch.randn(16, 200, generator=g)
+    x[3], x[5, 7] = weight[17].float(), torch.nan
+    draws = draws_of(g, 16)
+    whole = Head(weight, scale, None).step(x, 0)
+    best = tokens_of(whole, draws)
+    for label in every_configuration():
+        found = Head(weight, scale, None).step(x, 1, draws)
+        assert tokens_of(found, draws) == best, label
+        if not torch.equal(found.nan_to_num(), whole.nan_to_num()):  # an ISA that gains by bounds
+            for row, token in enumerate(best):
+                assert token >= 0 or found[row].isnan().all(), label
+                # nothing but the token that is drawn: the same on every thread count
+                assert token < 0 or (found[row] > -torch.inf).nonzero().flatten().tolist() == [
+                    token
+                ]
+        one = Head(weight, scale, screen_of(weight)).step(x[4:5], 1, draws[4:5])
+        assert tokens_of(one, draws[4:5]) == best[4:5], label
+
+
+def test_draws_with_and_without_top_k_share_a_step() -> None:
+    g = torch.Generator().manual_seed(9)
+    for name, (weight, scale) in heads(g).items():
+        x, draws = states(g, weight, 16), draws_of(g, 16)
+        draws[::2, 0] = 0  # these want their 20 largest logits
+        whole, found = (Head(weight, scale, None).step(x, k, draws) for k in (0, 20))
+        assert tokens_of(found, draws) == tokens_of(whole, draws), name
+        for row in range(0, 16, 2):
+            if not whole[row].isnan().any():
+                least = whole[row].topk(20).values[-1]
+                assert torch.equal(found[row, whole[row] >= least], whole[row, whole[row] >= least])
+
+
 def test_a_screen_is_what_its_layout_says() -> None:
     g = torch.Generator().manual_seed(1)
     w = torch.randint(-128, 128, (5, 300), generator=g, dtype=torch.int8)
@@ -268,7 +343,8 @@ def test_only_steps_of_one_best_token_leave_logits_out() -> None:
         return logits
 
     lm.model.step = watched  # type: ignore[method-assign]
-    for options in ({"logprobs": 1}, {"temperature": 0.5}, {"repetition_penalty": 1.5}):
+    left_to_filters = {"temperature": 0.5, "top_p": 0.9}
+    for options in ({"logprobs": 1}, left_to_filters, {"repetition_penalty": 1.5}):
         run = lm.engine.start([[5, 6, 7]], bitnet_ops.SamplingParams(**options))  # type: ignore[arg-type]
         for _ in zip(run, range(4), strict=False):
             pass
@@ -276,6 +352,9 @@ def test_only_steps_of_one_best_token_leave_logits_out() -> None:
         assert not any(left_out for _, left_out in seen), options
     lm.generate("In the beginning", max_new_tokens=8)
     assert any(left_out for batch, left_out in seen if batch.largest == 1)
+    seen.clear()
+    lm.generate("In the beginning", max_new_tokens=8, temperature=0.5, seed=1)
+    assert any(left_out for batch, left_out in seen if batch.draws is not None)
 
 
 def test_wrong_screens_and_formats_are_rejected() -> None:

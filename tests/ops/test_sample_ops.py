@@ -19,7 +19,7 @@ from torch import Tensor
 from bitnet_ops import ops
 from bounds import assert_equal
 from isa_control import ISAS, every_configuration, forced_isa, torch_threads
-from ops_sampling import options, uniforms_of
+from ops_sampling import gumbel, noisy, options, uniforms_of
 
 LARGE = 128_256
 Floats = npt.NDArray[np.float64]
@@ -109,7 +109,7 @@ def points(p: Floats, order: npt.NDArray[np.int64], uniforms: Floats) -> npt.NDA
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "chosen",
-    [(1.0, 0, 1.0, 0.0), (1.0, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.1), (1.0, 40, 1.0, 0.0),
+    [(1.0, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.1), (1.0, 40, 1.0, 0.0),
      (1.0, 9000, 0.9, 0.01), (1.0, 0, 0.9, 0.1), (1.0, 0, 0.9, 1e-4)],
     ids=str,
 )  # fmt: skip
@@ -146,7 +146,7 @@ def test_a_draw_falls_where_the_sums_say(
 def test_the_ends_of_a_draw(kind: str, uniform: float) -> None:
     logits = logits_of(kind, 20_011, 2)
     at = torch.tensor([uniform], dtype=torch.float64)
-    for chosen in ((1.0, 0, 1.0, 0.0), (1.0, 0, 0.8, 0.05), (1.0, 70, 1.0, 0.0), (1.0, 70, 0.8, 0)):
+    for chosen in ((1.0, 0, 0.8, 0.05), (1.0, 70, 1.0, 0.0), (1.0, 70, 0.8, 0)):
         args = options(1, chosen)
         p = ops.token_probabilities(logits[None], *args)[0].double().numpy()
         order = descending(p) if chosen[1] else np.arange(len(p))
@@ -157,6 +157,91 @@ def test_the_ends_of_a_draw(kind: str, uniform: float) -> None:
             assert token == possible[0]
         elif p[possible[-1]] > 2.0**-40:
             assert token == possible[-1]
+
+
+def plain_draws(logits: Tensor, temperature: float, uniforms: Tensor) -> npt.NDArray[np.int64]:
+    rows = logits.expand(len(uniforms), -1)
+    return ops.sample_tokens(
+        rows, *options(len(rows), (temperature, 0, 1.0, 0.0)), uniforms
+    ).numpy()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plain_draw_has_the_largest_logit_with_its_noise(kind: str) -> None:
+    ends = torch.tensor([0.0, 2.0**-53, 2.0**-54, 1 - 2.0**-53], dtype=torch.float64)
+    uniforms = torch.cat([ends, uniforms_of(torch.Generator().manual_seed(3), 40)])
+    sure = 0
+    for n in (1, 2, 17, 1023, 1025, 20_011):
+        logits = logits_of(kind, n, n)
+        for temperature in (0.01, 0.3, 1.0, 2.0, 1e4):
+            tokens = plain_draws(logits, temperature, uniforms)
+            for token, uniform in zip(tokens, uniforms.tolist(), strict=True):
+                v = noisy(logits.double().numpy(), temperature, uniform)
+                best = np.sort(v)[-2:]
+                assert v[token] >= best[-1] - 1e-4 * max(1.0, temperature)
+                if n == 1 or best[1] - best[0] > 1e-4 * max(1.0, temperature):
+                    sure += 1
+                    assert token == np.argmax(v), (n, temperature, uniform)
+    assert sure > 1000
+
+
+def surprise(counts: npt.NDArray[np.int64], p: Floats) -> float:
+    """Standard deviations by which chi-square exceeds its mean; of rare tokens together."""
+    expected = p * counts.sum()
+    rare = expected < 10
+    counts, expected = (np.append(v[~rare], v[rare].sum()) for v in (counts, expected))
+    counts, expected = counts[expected > 1], expected[expected > 1]
+    chi_square = float(((counts - expected) ** 2 / expected).sum())
+    return (chi_square - (len(counts) - 1)) / np.sqrt(2 * max(1, len(counts) - 1))
+
+
+@pytest.mark.parametrize("temperature", [0.2, 0.7, 1.0, 2.0])
+def test_plain_draws_follow_softmax(temperature: float) -> None:
+    draws = 100_000
+    of_a_generator = uniforms_of(torch.Generator().manual_seed(7), draws)
+    neighbours = torch.arange(draws, dtype=torch.float64) * 2.0**-53
+    for logits in (
+        torch.tensor([1.0, 0.0, 0.5, -2.0, 1.0]),
+        logits_of("heads", 300, 1),  # peaked
+        logits_of("uniform", 64, 2),
+        torch.tensor([0.0, 9.0]),
+    ):
+        p = torch.softmax(logits.double() / temperature, 0).numpy()
+        for uniforms in (of_a_generator, neighbours, 1 - 2.0**-53 - neighbours):
+            tokens = plain_draws(logits, temperature, uniforms)
+            assert surprise(np.bincount(tokens, minlength=len(p)), p) < 5
+            if len(p) < 10:  # a token says nothing about the next
+                pairs = np.bincount(tokens[:-1] * len(p) + tokens[1:], minlength=len(p) ** 2)
+                assert surprise(pairs, np.outer(p, p).flatten()) < 5
+
+
+def test_noise_of_different_ids_is_independent() -> None:
+    """Neighbours, and ids that differ by a power of 2: bits of one, and both large at once."""
+    keys = np.random.default_rng(1).uniform(size=4000)
+    noise = np.stack([gumbel(key, 1 << 12) for key in keys])
+    large = noise > -np.log(-np.log(0.9))
+    for apart in (1, 2, 3, 64, 1024, 2048):
+        both = (large[:, :-apart] & large[:, apart:]).mean()
+        assert abs(both - 0.01) < 5 * np.sqrt(0.01 / noise.size), apart
+        lag = np.corrcoef(noise[:, :-apart].flatten(), noise[:, apart:].flatten())[0, 1]
+        assert abs(lag) < 5 / np.sqrt(noise.size), apart
+
+
+def test_extreme_temperatures_of_plain_draws() -> None:
+    g = torch.Generator().manual_seed(2)
+    uniforms = uniforms_of(g, 20_000)
+    logits = torch.tensor([0.25, -3.0, 5.0, 4.999, -torch.inf, 1e30, -3e38])
+    for temperature in (1e-300, 1e-30, 1e-9):
+        assert (plain_draws(logits, temperature, uniforms) == 5).all()
+        assert (plain_draws(logits[:5], temperature, uniforms) == 2).all()
+    for temperature in (1e30, 1e300):
+        tokens = plain_draws(logits[:5], temperature, uniforms)
+        even = np.array([0.25, 0.25, 0.25, 0.25, 0.0])
+        assert surprise(np.bincount(tokens, minlength=5), even) < 5
+        assert tokens.max() < 4
+    largest = torch.tensor([torch.finfo(torch.float32).max, torch.finfo(torch.float32).min])
+    for temperature in (1e-300, 1.0, 1e300):
+        assert (plain_draws(largest, temperature, uniforms) == 0).all()
 
 
 def test_rows_without_a_distribution_stay_alone() -> None:

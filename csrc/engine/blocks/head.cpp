@@ -4,8 +4,11 @@
 //   norm weight            names: the last norm; the matrix, which may be the embedding
 //   vocab                  rows of the matrix
 //
-// A step that wants only the largest logits of an int8 matrix bounds all logits first, one token's
-// by the matrix's screen, if it has one, several tokens' by their upper bytes.
+// A step that wants only the largest logits of an int8 matrix, or those that win with their noise,
+// bounds all logits first, one token's by the matrix's screen, if it has one, several tokens' by
+// their upper bytes.
+
+#include <limits>
 
 #include "engine/blocks/blocks.h"
 #include "engine/program/plan.h"
@@ -75,6 +78,13 @@ class Logits final : public StageWork {
     prepare_head_token(*step_.table, head_, row, j, to.head);
     if (step_.reading == HeadReading::kUpper) measure_bytes(head_, j, to.head);
   }
+  // The noise of the only token to what stands for rows [begin, end).
+  void add_noise(int64_t begin, int64_t end, float* values) const {
+    const Noise noise = step_.batch.noise_of(0);
+    if (noise.temperature > 0)
+      step_.table->add_noise_row(values, end - begin, noise.temperature, noise.key, begin,
+                                 -std::numeric_limits<float>::infinity(), values);
+  }
   void prepare(int64_t slot) const override {
     if (step_.splits_norms) return;
     StageInput& own = step_.own[slot];
@@ -83,6 +93,7 @@ class Logits final : public StageWork {
     const uint64_t best = step_.best[0];
     const int64_t row = best == 0 ? 0 : row_of_best(best);  // bounds that are all NaN: any row
     head_rows(*step_.table, head_, row, row + 1, own.head, 1, &own.least, 0);
+    add_noise(row, row + 1, &own.least);
   }
   int64_t units() const override {
     return rows_.count == 0 ? 0 : (head_.rows + unit_rows(head_) - 1) / unit_rows(head_);
@@ -101,7 +112,7 @@ class Logits final : public StageWork {
         return;
       case HeadReading::kUpper: {
         const int64_t wanted = step_.batch.largest;
-        Largest found{wanted, step_.best.data(), nullptr};
+        Largest found{wanted, step_.batch.noise, step_.best.data(), nullptr};
         if (wanted > 1) found.heaps = step_.heaps.data() + slot * rows_.count * wanted;
         for (int64_t n = first; n < last; n += unit)  // what one has found bounds the next
           step_.remaining +=
@@ -124,7 +135,7 @@ class Logits final : public StageWork {
   Signs signs_;
 };
 
-// Bounds of the logits of the only row, in their place, and the largest of them.
+// Bounds of the logits of the only row with its noise, in their place, and the largest of them.
 class Screen final : public StageWork {
  public:
   explicit Screen(const Logits* logits) : logits_(*logits) {}
@@ -142,6 +153,7 @@ class Screen final : public StageWork {
     float* const out = step.batch.out;
     const StageInput& own = step.own[slot];
     screen_rows(*step.table, head, first, last, own.head.tokens[0], own.bound, out + first);
+    logits_.add_noise(first, last, out + first);
     const float largest = step.table->max_row(out + first, last - first);
     if (largest != largest || step.best[0] >= as_best(largest, first)) return;
     int64_t row = first;

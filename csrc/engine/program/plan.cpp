@@ -252,19 +252,13 @@ HeadReading reading_of(StepState& state, const Program& program, const Batch& ba
   return HeadReading::kWhole;
 }
 
-// The best logits, in their places; and whether it was worth it to look for them so. A screen gives
-// way where an eighth of the rows remain, upper bytes where so many cost as much as the lower ones.
-void finish_best(StepState& state, int64_t rows) {
+// Whether it was worth it to bound logits. A screen gives way where an eighth of the rows remain,
+// upper bytes where so many cost as much as the lower ones.
+void learn_bounds(StepState& state, int64_t rows) {
   const Step& step = state.step;
-  const int64_t count = step.batch.logit_count;
   if (step.reading == HeadReading::kScreen) state.screen.learn(step.remaining, rows / 8);
-  if (step.reading != HeadReading::kUpper) return;
-  state.upper.learn(step.remaining / count, rows / 32);
-  if (step.batch.largest != 1) return;
-  for (int64_t j = 0; j < count; ++j) {
-    const uint64_t best = step.best[static_cast<size_t>(j)];
-    if (best != 0) step.batch.out[j * rows + row_of_best(best)] = logit_of_best(best);
-  }
+  if (step.reading == HeadReading::kUpper)
+    state.upper.learn(step.remaining / step.batch.logit_count, rows / 32);
 }
 
 // Makes `state` ready to run the batch; partitions 0: as many as the work is worth.
@@ -353,7 +347,7 @@ void run_step(StepState& state, const Program& program, int64_t program_id, cons
   Workspace passing;  // for a long prompt at once: not worth keeping
   prepare_step(state, program, program_id, batch, 0, passing);
   state.executor.run(state.step.partitions, state.plan);
-  finish_best(state, program.head().rows);
+  learn_bounds(state, program.head().rows);
   zero_counts() = {};
   for (int64_t p = 0; p < state.step.partitions; ++p) {
     if (const ZeroCount* zeros = state.step.own[p].zeros; zeros != nullptr) {

@@ -48,6 +48,10 @@ struct Batch {
   // How many of a row's largest logits are wanted, lower ids first among equals: others may be
   // -infinity. 0: all are.
   int64_t largest = 0;
+  // [logit_count], null: none. Of a row with noise only the logit that wins with it is wanted then.
+  const Noise* noise = nullptr;
+
+  Noise noise_of(int64_t j) const { return noise == nullptr ? Noise{} : noise[j]; }
 };
 
 // Inputs of products that may leave some out, and how many they left out.
@@ -67,7 +71,7 @@ struct StageInput {
   ZeroCount* zeros;         // of the thread, in this step
   HeadInput head;           // what the output head multiplies by
   ScreenBound bound;        // of the head's one token, where a screen is read
-  float least;              // a logit that the best token reaches, likewise
+  float least;              // what the best token reaches with its noise, likewise
   float* attention;         // [AttentionPlans::thread_floats()], a thread's own
 };
 
@@ -96,7 +100,7 @@ struct Step {
   int64_t most_rank = 0;  // of the adapters of the step
   HeadReading reading = HeadReading::kWhole;
   // Of each token, unless the head is read as a whole: the best logit so far, of a screen the
-  // largest bound of one, and its row (as_best); and how many logits were computed.
+  // largest bound of one, with its noise, and its row (as_best); and how many logits were computed.
   mutable std::array<std::atomic<uint64_t>, kMostBest> best{};
   mutable std::atomic<int64_t> remaining{0};
   // Where more than the best are wanted, each thread's largest so far: [partitions][logit_count]

@@ -61,7 +61,7 @@ from bitnet_ops.generate.request import (
     token_ids,
 )
 from bitnet_ops.generate.run import Generation, Run
-from bitnet_ops.generate.sampling import Sampled, SamplingParams, sample_steps
+from bitnet_ops.generate.sampling import Sampled, SamplingParams, draws_of, sample_steps
 from bitnet_ops.generate.scheduler import (
     EngineStats,
     PlannedStep,
@@ -91,9 +91,9 @@ class CausalModel(Protocol):
     """What the engine needs of a model.
 
     `step` gives the logits f32 [rows, V] of `batch.logit_rows`, of which `batch.largest` may want
-    the largest alone, and writes keys and values into the pool. A model whose weights
-    may change has `weights_version` too, one with LoRA `adapters`, and one with a prefix cache on
-    disk `identity` (Decoder).
+    the largest alone and `batch.draws` the one that is drawn, and writes keys and values into the
+    pool. A model whose weights may change has `weights_version` too, one with LoRA `adapters`, and
+    one with a prefix cache on disk `identity` (Decoder).
     """
 
     @property
@@ -614,13 +614,15 @@ class Engine:
         assert self._memory is not None
         pool, _, scheduler = self._memory
         wanted = [step.logits for step in steps]
+        samplers, drafts = [s.request.sampler for s in steps], [s.drafts for s in steps]
         batch = StepBatch.of(
             [
                 SequenceStep(s.token_ids, s.start, s.request.blocks, n, s.request.adapter, s.state)
                 for s, n in zip(steps, wanted, strict=True)
             ],
             pool.block_size,
-            _largest(s.request.sampler.largest for s in steps),
+            _largest(sampler.largest for sampler in samplers),
+            draws_of(samplers, wanted),
         )
         began = time.perf_counter()
         logits = self.model.step(batch, pool)
@@ -632,7 +634,6 @@ class Engine:
             skipped, inputs = _runtime.activation_zeros()
             scheduler.inputs.add(inputs - skipped, inputs)
         scheduler.learn(plan, time.perf_counter() - began)
-        samplers, drafts = [s.request.sampler for s in steps], [s.drafts for s in steps]
         return sample_steps(samplers, drafts, wanted, logits)
 
     def _commit(

@@ -91,6 +91,12 @@ class SamplingParams:
             object.__setattr__(self, name, float(getattr(self, name)))
 
     @property
+    def plain(self) -> bool:
+        """Whether a token is drawn by its temperature alone, without filters."""
+        filters = self.top_k, self.top_p, self.min_p
+        return self.temperature > 0 and filters == (0, 1, 0)
+
+    @property
     def greedy(self) -> bool:
         """Whether the most probable token is taken, without a draw."""
         return self.temperature == 0
@@ -239,22 +245,24 @@ class Sampler:
             assert self.seed is not None
             self._generator = torch.Generator().manual_seed(self.seed)
 
-    @property
-    def uniform(self) -> float:
-        """In [0, 1): where the draw of the next token falls."""
+    def uniform(self, ahead: int = 0) -> float:
+        """In [0, 1), what the draw of the next token depends on, or of one so many behind it."""
         if self._generator is None:
             return 0.0
-        if not self._uniforms:
+        while len(self._uniforms) <= ahead:
             drawn = torch.rand(16, dtype=torch.float64, generator=self._generator)
             self._uniforms.extend(drawn.tolist())
-        return self._uniforms[0]
+        return self._uniforms[ahead]
 
     @property
     def largest(self) -> int:
-        """How many largest logits decide the next token, lower ids first among equals; 0: all."""
+        """How many largest logits decide the next token, lower ids first among equals; 0: all.
+
+        Of a plain draw 1, if its noise is known (`draws_of`).
+        """
         if self.params.logprobs is not None or self.constraint is not None or self.edits:
             return 0
-        return 1 if self.params.greedy else self.params.top_k
+        return 1 if self.params.greedy or self.params.plain else self.params.top_k
 
     def add(self, token: int) -> None:
         """The next token is this one."""
@@ -288,6 +296,18 @@ def sample_rows(samplers: Sequence[Sampler], logits: Tensor) -> list[Sampled]:
     if any(sampler.params.logprobs is not None for sampler in samplers):
         _add_logprobs(samplers, found, logits)
     return found
+
+
+def draws_of(samplers: Sequence[Sampler], wanted: Sequence[int]) -> Tensor | None:
+    """`draws` of the StepBatch of a step, whose rows stand in rounds; None if none is plain."""
+    if not any(sampler.params.plain for sampler in samplers):
+        return None
+    rows = [
+        (sampler.params.temperature, sampler.uniform(k)) if sampler.params.plain else (0.0, 0.0)
+        for k, members in enumerate(logit_rounds(wanted))
+        for sampler in (samplers[i] for i in members)
+    ]
+    return torch.tensor(rows, dtype=torch.float64).view(-1, 2)
 
 
 def sample_steps(
@@ -383,7 +403,7 @@ def _arguments(samplers: Sequence[Sampler], logits: Tensor) -> list[Tensor]:
             torch.tensor([p.top_k for p in params]),
             torch.tensor([p.top_p for p in params], dtype=torch.float64),
             torch.tensor([p.min_p for p in params], dtype=torch.float64),
-            torch.tensor([sampler.uniform for sampler in samplers], dtype=torch.float64),
+            torch.tensor([sampler.uniform() for sampler in samplers], dtype=torch.float64),
         ]
     if any(sampler.edits for sampler in samplers):
         ids, values = zip(*(sampler.edits.arrays() for sampler in samplers), strict=True)

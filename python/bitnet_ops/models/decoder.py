@@ -209,6 +209,7 @@ class Decoder(Tracked):
         logits_to_keep: int = 0,
         adapter: str | None = None,
         largest: int = 0,
+        draws: Tensor | None = None,
     ) -> Tensor:
         """Append input_ids int64 [B, T] to the cache's B sequences; logits f32 [B, T, V].
 
@@ -216,11 +217,11 @@ class Decoder(Tracked):
         `logits_to_keep` > 0 gives the logits of that many last tokens only. The cache's lengths
         grow by T once everything is computed; after an error they are what they were. `adapter`:
         the name of the sequences' LoRA adapter (`add_adapter`), the same for all tokens of a
-        cache. `largest` > 0: only so many largest logits of each token are wanted; others may be
-        -inf. Raises ValueError on another shape, dtype, batch, id or name, CacheCapacityError
-        without room.
+        cache. `largest` > 0: only so many largest logits of each token are wanted, or with `draws`
+        float64 [B * T, 2] those that `ops.model_step` says; others may be -inf. Raises ValueError
+        on another shape, dtype, batch, id or name, CacheCapacityError without room.
         """
-        cache, batch = self._batch_over(input_ids, cache, logits_to_keep, adapter, largest)
+        cache, batch = self._batch_over(input_ids, cache, logits_to_keep, adapter, largest, draws)
         logits = self.step(batch, cache.pool)
         cache.advance(input_ids.shape[1])
         return logits.view(cache.batch, -1, logits.shape[-1])
@@ -241,6 +242,7 @@ class Decoder(Tracked):
         kept: int,
         adapter: str | None,
         largest: int = 0,
+        draws: Tensor | None = None,
     ) -> tuple[KVCache, StepBatch]:
         """The cache and the step that appends `input_ids` to it, with room for them."""
         check_threads_after_fork()
@@ -256,6 +258,7 @@ class Decoder(Tracked):
             ],
             cache.pool.block_size,
             largest,
+            draws,
         )
         if rows > 1:  # by sequence, not by round
             at = torch.arange(rows * tokens).view(rows, tokens)[:, tokens - kept :]

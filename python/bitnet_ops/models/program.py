@@ -86,6 +86,7 @@ class Program:
             pool.layout,
             batch.state_steps,
             batch.largest,
+            batch.draws,
         )
 
 

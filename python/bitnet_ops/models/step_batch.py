@@ -37,7 +37,7 @@ class SequenceStep(NamedTuple):
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The arguments of a step besides the model and the pool; all tensors int64.
+    """The arguments of a step besides the model and the pool; all tensors but draws int64.
 
     token_ids, positions, slot_mapping: [tokens]. Slot = block * block_size + offset in the block.
     query_start_loc: [sequences + 1], where the tokens of each sequence begin.
@@ -49,6 +49,8 @@ class StepBatch:
     state_steps: [sequences, 3], `state` of each; None: of a model without recurrent layers.
     largest: how many of a row's largest logits are wanted, lower ids first among equals; others may
         then be -inf. 0: all are.
+    draws: float64 [r, 2], temperature and uniform of rows that are drawn without filters, as
+        `ops.model_step` takes them; None: no row is.
     """
 
     token_ids: Tensor
@@ -61,6 +63,7 @@ class StepBatch:
     adapters: tuple[str | None, ...] = ()
     state_steps: Tensor | None = None
     largest: int = 0
+    draws: Tensor | None = None
 
     @property
     def adapter_names(self) -> tuple[str | None, ...]:
@@ -68,7 +71,13 @@ class StepBatch:
         return self.adapters or (None,) * len(self.seq_lens)
 
     @classmethod
-    def of(cls, sequences: Sequence[SequenceStep], block_size: int, largest: int = 0) -> StepBatch:
+    def of(
+        cls,
+        sequences: Sequence[SequenceStep],
+        block_size: int,
+        largest: int = 0,
+        draws: Tensor | None = None,
+    ) -> StepBatch:
         """The batch of `sequences`, at least one. Raises ValueError for what cannot be run."""
         if not sequences:
             raise ValueError("StepBatch: expected at least one sequence, got none")
@@ -115,6 +124,7 @@ class StepBatch:
             adapters=tuple(s.adapter for s in sequences),
             state_steps=_states_of(sequences),
             largest=largest,
+            draws=draws,
         )
 
     def __repr__(self) -> str:

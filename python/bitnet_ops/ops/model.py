@@ -332,6 +332,7 @@ def model_step(
     layout: str = "rows",
     state_steps: Tensor | None = None,
     largest: int = 0,
+    draws: Tensor | None = None,
 ) -> Tensor:
     """All blocks of a program on the new tokens of any sequences: one call, one parallel region.
 
@@ -362,6 +363,10 @@ def model_step(
         state_steps: as `delta_net` takes it, of a program with such blocks; else None.
         largest: only so many of each row's largest logits are wanted, lower ids first among equals;
             those of tokens that cannot be among them may be -inf. 0: all are wanted.
+        draws: float64 [r, 2], the temperature (finite, at least 0) and the uniform (in [0, 1)) with
+            which `sample_tokens` draws from each row without filters. With largest above 0 a row
+            whose temperature is above 0 then wants the logit of the token that is drawn, and no
+            other. None: no row has one.
     Returns:
         float32 [r, V], the logits.
     Raises:

@@ -29,12 +29,23 @@ def sample_tokens(
     """Choose a token for every row of logits.
 
     Edits come first: `y = x + bias; y = y / repetition if y > 0 else y * repetition; y -
-    subtracted`. At temperature 0 the largest logit wins, of equals the lowest id. Else `p =
-    softmax(logits / temperature)` over the top_k largest (of equals the lower ids); the fewest most
-    probable stay whose sum reaches top_p (of equals the lower ids); of those the ones with `p >=
-    min_p * max(p)`. The draw falls at uniform times their sum: on the first token with which the
-    sum exceeds that, going by ids, or with top_k from the most probable down. p is float32 (exp
-    within 1 ulp, exponents of -87 and less give 0), its sums are float64. No row is sorted.
+    subtracted`. At temperature 0 the largest logit wins, of equals the lowest id.
+
+    A row with a temperature and no filter (top_k 0 or at least V, top_p 1, min_p 0) gives the token
+    with the largest `fma(T, g[id], logit)` in float32, of equals the lowest id: by Gumbel noise g
+    each has the probability `softmax(logits / temperature)`. T is the temperature as float32,
+    between 2^-100 and 2^96. g is `-log(-log(u))` within 3e-6, u in (0, 1) from a hash of id and
+    uniform alone: key = mix(floor(uniform * 2^53)), SplitMix64's output of that state;
+    h = id ^ low half of key; h ^= h >> 17; h *= 0xed5ad4bb; h ^= h >> 11; h += high half of key;
+    h *= 0xac4c1b51; h ^= h >> 15; h *= 0x31848bab; h ^= h >> 14. As a signed number, h >= 0 gives
+    u = 1 - (h + 1/2) / 2^32 and h < 0 gives u = (-1 - h + 1/2) / 2^32.
+
+    Other rows take `p = softmax(logits / temperature)` over the top_k largest (of equals the lower
+    ids); the fewest most probable stay whose sum reaches top_p (of equals the lower ids); of those
+    the ones with `p >= min_p * max(p)`. The draw falls at uniform times their sum: on the first
+    token with which the sum exceeds that, going by ids, or with top_k from the most probable down.
+    p is float32 (exp within 1 ulp, exponents of -87 and less give 0), its sums are float64. No row
+    is sorted.
 
     Args:
         logits: float32 [R, V]; -inf excludes a token.
@@ -52,7 +63,8 @@ def sample_tokens(
         RuntimeError: a wrong dtype or shape, a value out of its range, some of the three arguments
             about edits without the others.
     Source: transformers' logits processors, in their order; min-p: arXiv 2407.01082; repetition:
-        arXiv 1909.05858; subtracted: OpenAI's frequency and presence penalties.
+        arXiv 1909.05858; subtracted: OpenAI's frequency and presence penalties; noise:
+        Maddison et al., arXiv 1411.0030; its hash: Wellons' triple32.
     """
     return logits.new_empty((logits.shape[0],), dtype=torch.int64)
 
