@@ -24,19 +24,22 @@ _STEPS = 32  # decoded tokens a turn
 _LONG_PROMPT = 512  # a longer one takes seconds, beside which its first pages are nothing
 
 
-def _started(python: str, dummy: str, threads: int) -> Process:
+def _started(python: str, options: argparse.Namespace) -> Process:
     """The version of `python` with a model in memory."""
-    command = [python, "-m", "benchmarks.before_after", "--work", dummy, str(threads), "-"]
+    work = [options.dummy, str(options.threads), options.format]
+    command = [python, "-m", "benchmarks.before_after", "--work", *work, "-"]
     return Process(f"before_after, {python}", command)
 
 
 def _rate(version: Process, what: str, kv: str, size: int) -> float:
-    """Tokens a second of a prompt of `size` tokens, or of decoding behind so many."""
+    """Tokens a second of a prompt of `size` tokens, of decoding behind so many, or of so many
+    sequences decoded together.
+    """
     time.sleep(_REST_S)
     return float(version.ask(what, kv, size)["rate"])
 
 
-def _work(dummy: str, threads: int) -> None:
+def _work(dummy: str, threads: int, formats: str) -> None:
     """The process of a version, of this one or of an older one: a line in, tokens a second out."""
     import torch
 
@@ -45,7 +48,7 @@ def _work(dummy: str, threads: int) -> None:
     from bitnet_ops.bench.model import BenchModel
 
     torch.set_num_threads(threads)
-    model: Any = BenchModel(dummy, "auto", "int8")
+    model: Any = BenchModel(dummy, *formats.split("+"))
     answer(isa=_runtime.isa(), build=_runtime.build_info(), at=bitnet_ops.__file__)
     asked = ""
     for line in sys.stdin:
@@ -54,7 +57,8 @@ def _work(dummy: str, threads: int) -> None:
             model.kv_dtype = getattr(torch, kv)
             run = _run(model, what, int(size))
             asked = line
-        calls, tokens = (1, int(size)) if what == "prompt" else (_STEPS, _STEPS)
+        calls = 1 if what == "prompt" else _STEPS
+        tokens = calls if what == "decode" else calls * int(size)
         start = time.perf_counter()
         for i in range(calls):
             run.call(i)
@@ -62,13 +66,16 @@ def _work(dummy: str, threads: int) -> None:
 
 
 def _run(model: Any, what: str, size: int) -> Any:
-    return model.prefill_run(size) if what == "prompt" else model.decode_run(1, size, _STEPS)
+    if what == "prompt":
+        return model.prefill_run(size)
+    return model.decode_run(*((size, 0) if what == "batch" else (1, size)), _STEPS)
 
 
 def _row(what: str, kv: str, size: int, turns: Iterator[tuple[float, float]]) -> str:
     before, after = zip(*turns, strict=True)
     ratios = [b / a for a, b in zip(before, after, strict=True)]
-    name = f"prompt of {size:,}" if what == "prompt" else f"decode behind {size:,}"
+    names = {"prompt": "prompt of {:,}", "decode": "decode behind {:,}", "batch": "{:,} sequences"}
+    name = names[what].format(size)
     return (
         f"{name:22}{kv:10}{statistics.median(before):9.1f} ->{statistics.median(after):9.1f}"
         f"{statistics.median(ratios):9.2f}  ({min(ratios):.2f}-{max(ratios):.2f})"
@@ -78,7 +85,7 @@ def _row(what: str, kv: str, size: int, turns: Iterator[tuple[float, float]]) ->
 def _turns(
     before: Process, after: Process, what: str, kv: str, size: int, count: int
 ) -> Iterator[tuple[float, float]]:
-    if what == "decode" or size <= _LONG_PROMPT:  # pages and caches
+    if what != "prompt" or size <= _LONG_PROMPT:  # pages and caches
         for version in (before, after):
             _rate(version, what, kv, size)
     for turn in range(count):
@@ -99,27 +106,36 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--prompts", type=int, nargs="*", default=[128, 512, 2048, 8192])
     parser.add_argument("--contexts", type=int, nargs="*", default=[0, 2048, 8192])
+    parser.add_argument("--batches", type=int, nargs="*", default=[], help="sequences together")
+    parser.add_argument("--format", default="auto+int8", help="WEIGHTS+HEAD")
     parser.add_argument("--kv-dtype", nargs="+", default=["bfloat16", "int8"])
-    parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
     return parser
 
 
 def main() -> None:
     options = _parser().parse_args()
     if options.work:
-        _work(options.work[0], int(options.work[1]))
+        dummy, threads, formats = options.work
+        _work(dummy, int(threads), formats)
         return
     with ExitStack() as stack:
         before, after = (
-            stack.enter_context(_started(python, options.dummy, options.threads))
+            stack.enter_context(_started(python, options))
             for python in (options.before, sys.executable)
         )
-        print(f"{options.dummy}, {options.threads} threads, {machine.cpu_model()}")
+        of = f"{options.dummy} in {options.format}, {options.threads} threads"
+        print(f"{of}, {machine.cpu_model()}")
         for name, version in (("before", before), ("after", after)):
             print(f"{name}: {version.about}")
         print(f"tokens/s, medians of {options.turns} turns; ratio (range)", flush=True)
         for kv in options.kv_dtype:
-            for what, sizes in (("prompt", options.prompts), ("decode", options.contexts)):
+            wanted = {
+                "prompt": options.prompts,
+                "decode": options.contexts,
+                "batch": options.batches,
+            }
+            for what, sizes in wanted.items():
                 for size in sizes:
                     turns = _turns(before, after, what, kv, size, options.turns)
                     print(_row(what, kv, size, turns), flush=True)

@@ -41,7 +41,7 @@ def test_every_module_imports() -> None:
     ("words", "shown"),
     [
         (
-            "before_after PYTHON --dummy tiny --turns 2 --prompts 8 --contexts 0 --kv-dtype int8",
+            "before_after PYTHON --dummy tiny --turns 2 --prompts 8 --contexts 0 --batches 2 --kv-dtype int8",
             "decode behind 0",
         ),
         ("bench_apply --shape 64x128 --tokens 1 --threads 1 --seconds 0.01", "apply adds"),
