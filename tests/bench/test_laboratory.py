@@ -41,8 +41,9 @@ def test_every_module_imports() -> None:
     ("words", "shown"),
     [
         (
-            "before_after PYTHON --dummy tiny --turns 2 --prompts 8 --contexts 0 --batches 2 --kv-dtype int8",
-            "decode behind 0",
+            "before_after PYTHON --dummy tiny --turns 2 --prompts 8 --contexts 0 --batches 2"
+            " --kv-dtype int8",
+            "2 sequences",
         ),
         ("bench_apply --shape 64x128 --tokens 1 --threads 1 --seconds 0.01", "apply adds"),
         (
