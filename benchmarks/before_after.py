@@ -68,7 +68,8 @@ def _work(dummy: str, threads: int, formats: str) -> None:
 def _run(model: Any, what: str, size: int) -> Any:
     if what == "prompt":
         return model.prefill_run(size)
-    return model.decode_run(*((size, 0) if what == "batch" else (1, size)), _STEPS)
+    batch, context = (size, 0) if what == "batch" else (1, size)
+    return model.decode_run(batch, context, _STEPS)
 
 
 def _row(what: str, kv: str, size: int, turns: Iterator[tuple[float, float]]) -> str:

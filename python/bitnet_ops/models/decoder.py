@@ -218,8 +218,8 @@ class Decoder(Tracked):
         grow by T once everything is computed; after an error they are what they were. `adapter`:
         the name of the sequences' LoRA adapter (`add_adapter`), the same for all tokens of a
         cache. `largest` > 0: only so many largest logits of each token are wanted, or with `draws`
-        float64 [B * T, 2] those that `ops.model_step` says; others may be -inf. Raises ValueError
-        on another shape, dtype, batch, id or name, CacheCapacityError without room.
+        float64 [rows of logits, 2] those that `ops.model_step` says; others may be -inf. Raises
+        ValueError on another shape, dtype, batch, id or name, CacheCapacityError without room.
         """
         cache, batch = self._batch_over(input_ids, cache, logits_to_keep, adapter, largest, draws)
         logits = self.step(batch, cache.pool)
