@@ -42,27 +42,34 @@ bool end_together(int64_t units, int64_t threads) {
   return 7 * rounds(units, threads) * threads <= 8 * units;
 }
 
-// Rows of a product that is made by tables of sums: if each thread has as many as are worth the
-// building, of the blocks of tokens that are made at once, and tables gain on this CPU. Else 0.
-int64_t table_rows_of(const KernelTable& table, const ProductShape& s, int64_t threads) {
-  if (!s.tables) return 0;
-  const int64_t rows = s.row_blocks * s.block_rows;
-  const ProductBlocking all = table.table_blocking(s.tokens, rows, s.grouped);
-  if (all.scratch_bytes == 0) return 0;
-  const int64_t of_thread = rows * ceil_div(s.tokens, all.tokens) / threads;
-  if (table.table_blocking(s.tokens, of_thread, s.grouped).scratch_bytes == 0) return 0;
-  return tables_gain(table) ? rows : 0;  // asked last: the first answer may take milliseconds
+// The same of so many parts of each block of `each` tokens, of which the last may have fewer.
+// Threads begin with equally many units, those of the first blocks the longest; or, with more
+// parts, the others take from these until less than a unit is left.
+bool blocks_end_together(int64_t tokens, int64_t each, int64_t parts, int64_t threads) {
+  const int64_t longest = rounds(ceil_div(tokens, each) * parts, threads) * each;
+  return 7 * longest * threads <= 8 * tokens * parts || 7 * each * (threads - 1) <= tokens * parts;
 }
 
-// In how many parts these rows are cut, so that threads have equally many parts of a block of
-// tokens.
-int64_t table_parts(const KernelTable& table, const ProductShape& s, int64_t threads) {
+// The cut of a product that is made by tables of sums, if its calls have as many rows as are worth
+// the building, and tables gain on this CPU. Else table_rows is 0. Where rows are too few for the
+// threads, these get fewer tokens: a building costs more than what blocks of tokens share.
+ProductCut table_cut_of(const KernelTable& table, const ProductShape& s, int64_t threads) {
+  constexpr int64_t kLeastTokens = 32;  // of a block for that reason
+  if (!s.tables) return {};
   const int64_t rows = s.row_blocks * s.block_rows;
-  const ProductBlocking blocking = table.table_blocking(s.tokens, rows, s.grouped);
-  const int64_t token_blocks = ceil_div(s.tokens, blocking.tokens);
-  int64_t parts = ceil_div(rows, blocking.rows);
-  while (!end_together(parts * token_blocks, threads)) ++parts;
-  return parts;
+  const ProductBlocking most = table.table_blocking(s.tokens, rows, s.grouped);
+  if (most.scratch_bytes == 0) return {};
+  ProductCut cut{.table_rows = rows};
+  for (int64_t at_once = most.tokens;; at_once /= 2) {
+    cut.token_blocks = ceil_div(s.tokens, at_once);
+    cut.row_parts = ceil_div(rows, most.rows);
+    const int64_t each =
+        std::min(s.tokens, tokens_of_block(s.tokens, cut.token_blocks, most.token_multiple));
+    while (!blocks_end_together(s.tokens, each, cut.row_parts, threads)) ++cut.row_parts;
+    if (table.table_blocking(s.tokens, rows / cut.row_parts, s.grouped).scratch_bytes != 0) break;
+    if (at_once < 2 * kLeastTokens || at_once % (2 * most.token_multiple) != 0) return {};
+  }
+  return tables_gain(table) ? cut : ProductCut{};  // asked last: it may take milliseconds
 }
 
 // Memory of this thread for the kernels, made at its first product by tables: a plan does not know
@@ -86,9 +93,8 @@ constexpr int64_t kMostPartTokens = 32;
 // matrix unit multiplies about four times as much in the same time, and reads tiles of tokens.
 ProductCut cut_for(const KernelTable& table, const ProductShape& s, int64_t threads) {
   constexpr int64_t kLeastTokens = 16, kMostParts = 8, kUnitsPerThread = 8;
-  const int64_t table_rows = table_rows_of(table, s, threads);
-  if (table_rows != 0)
-    return {.table_rows = table_rows, .row_parts = table_parts(table, s, threads)};
+  const ProductCut by_tables = table_cut_of(table, s, threads);
+  if (by_tables.table_rows != 0) return by_tables;
   if (threads == 1) return {};
   const ProductBlocking blocking = blocking_of(table, s.tokens, s.k, s.grouped, 0);
   ProductCut best{ceil_div(s.tokens, blocking.tokens), 1};
@@ -155,7 +161,7 @@ Product::Product(const KernelTable& table, const QuantizedTokens& x, const Proje
       parts_(parts),
       token_blocks_(ceil_div(x.tokens, blocking_.tokens)),
       k_parts_(cut.k_parts) {
-  finer_ = cut.token_blocks > token_blocks_ || k_parts_ > 1;
+  finer_ = cut.table_rows == 0 && (cut.token_blocks > token_blocks_ || k_parts_ > 1);
   if (cut.token_blocks != 0) token_blocks_ = cut.token_blocks;
   block_tokens_ = token_blocks_ == 0 ? 1
                                      : tokens_of_block(x.tokens, token_blocks_,

@@ -46,7 +46,7 @@ Projection make_sums(const Weight& weight, int32_t* out);
 struct ProductCut {
   int64_t token_blocks = 0, k_parts = 1;
   int64_t table_rows = 0;       // by tables of sums, of so many rows; 0: by multiplication
-  int64_t row_parts = 1;        // at least, of the rows of a product by tables
+  int64_t row_parts = 1;        // at least, of the rows of a product by tables; k_parts is 1 then
   int64_t cells = 0, sums = 0;  // sizes of PartSums, if there is more than one part
 };
 

@@ -211,6 +211,38 @@ void check_cuts(const KernelTable& table, int64_t k, int64_t tokens) {
   }
 }
 
+// Two matrices by tables of sums, cut for many threads: in more blocks of tokens and parts of rows
+// than one thread would cut them into.
+void check_table_cuts(const KernelTable& table) {
+  constexpr int64_t kRows = 1300, kTokens = 150, kWide = 256;
+  if (table.table_blocking(kTokens, kRows, false).scratch_bytes == 0) return;
+  Random random(7);
+  const float scale = 0.5f;
+  const Matrix q(random, table, WeightFormat::kTwoBit, 620, kWide);
+  const Matrix v(random, table, WeightFormat::kBase3, kRows - 620, kWide);
+  const Tokens x(random, table, kTokens, kWide);
+  const int64_t row_blocks = q.weight.row_blocks + v.weight.row_blocks;
+  for (const ProductCut& cut : {ProductCut{.token_blocks = 1, .table_rows = kRows},
+                                {.token_blocks = 2, .table_rows = kRows, .row_parts = 2},
+                                {.token_blocks = 5, .table_rows = kRows, .row_parts = 3}}) {
+    begin_case("%s, %d blocks, %d parts by tables", table.name, static_cast<int>(cut.token_blocks),
+               static_cast<int>(cut.row_parts));
+    std::vector<float> of_q(at(kTokens * q.weight.n_rows)), of_v(at(kTokens * v.weight.n_rows));
+    const Projection both[] = {
+        engine::make_projection(q.weight, &scale, 1, DType::kF32, of_q.data()),
+        engine::make_projection(v.weight, &scale, 1, DType::kF32, of_v.data())};
+    const Product product(table, x.buffer.view(), both, 2, cut);
+    CHECK(product.units() == row_blocks * cut.token_blocks, "%d units",
+          static_cast<int>(product.units()));
+    const ClaimRule rule = product.claim();
+    CHECK(rule.least == rule.most && rule.most <= (row_blocks + 1) / cut.row_parts + 1,
+          "claims of %d", static_cast<int>(rule.most));
+    run_in_pieces(random, product);
+    check_stored(q, x, both[0], of_q, of_q);
+    check_stored(v, x, both[1], of_v, of_v);
+  }
+}
+
 // What is cut for many threads makes them end together; one and two threads keep what is best for
 // one.
 void cuts_for_threads(const KernelTable& table) {
@@ -430,6 +462,7 @@ TEST(cuts) {
   for (const KernelTable* table : tables_under_test()) {
     for (const int64_t tokens : {1, 7, 37}) check_cuts(*table, 700, tokens);
     cuts_for_threads(*table);
+    check_table_cuts(*table);
   }
 }
 

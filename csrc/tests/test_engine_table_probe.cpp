@@ -37,10 +37,11 @@ void use_measured() {
   CHECK(tuning().sum_tables == TableUse::kMeasured, "the row was read before");
 }
 
-ProductCut cut_of(const KernelTable& table, int64_t tokens, int64_t rows, bool tables = true) {
+ProductCut cut_of(const KernelTable& table, int64_t tokens, int64_t rows, bool tables = true,
+                  int64_t threads = 1) {
   const int64_t block_rows = 4 * table.tile_lanes;
   return engine::cut_for(table, {tokens, kK, rows / block_rows, block_rows, false, true, tables},
-                         1);
+                         threads);
 }
 
 // The first test, so nothing else has measured.
@@ -146,7 +147,8 @@ KernelTable sleeping(const char* name, void (*tile_product)(const TileJob&, cons
   table.name = name;
   table.table_blocking = [](int64_t tokens, int64_t rows, bool) {
     if (tokens < 16 || rows < 256) return ProductBlocking{};
-    return ProductBlocking{.tokens = 64, .rows = 1024, .even_rows = true, .scratch_bytes = 4096};
+    return ProductBlocking{
+        .tokens = 64, .rows = 1024, .token_multiple = 16, .even_rows = true, .scratch_bytes = 4096};
   };
   table.tile_product = tile_product;
   return table;
@@ -167,6 +169,32 @@ TEST(the_faster_way_is_taken) {
   CHECK(cut_of(slow, 64, 2048).table_rows == 0, "by tables");
   const double gain = engine::table_probe(fast)->gain, loss = engine::table_probe(slow)->gain;
   CHECK(gain > 1.05 && loss < 1, "%g and %g", gain, loss);
+}
+
+// Rows that are too few for the threads are not cut further than tables are worth; tokens are.
+TEST(many_threads_take_fewer_tokens) {
+  use_measured();
+  const KernelTable table = sleeping("many threads", sleep_for<3, 6>);
+  struct Case {
+    int64_t threads, tokens, rows, blocks, parts;  // 0 blocks: multiplied
+  };
+  for (const Case& c : {
+           Case{1, 64, 2048, 1, 2},   // calls of at most 1024 rows
+           Case{16, 512, 512, 8, 2},  // as many units as threads
+           Case{16, 512, 256, 16, 1},
+           Case{2, 72, 2048, 2, 5},  // of 48 and 24 tokens: in parts that threads can share
+           Case{2, 72, 1024, 3, 4},
+           Case{64, 64, 2048, 0, 0},
+       }) {
+    begin_case("%d threads, %d tokens, %d rows", static_cast<int>(c.threads),
+               static_cast<int>(c.tokens), static_cast<int>(c.rows));
+    const ProductCut cut = cut_of(table, c.tokens, c.rows, true, c.threads);
+    CHECK(cut.table_rows == (c.blocks == 0 ? 0 : c.rows), "%d rows by tables",
+          static_cast<int>(cut.table_rows));
+    if (cut.table_rows == 0) continue;
+    CHECK(cut.token_blocks == c.blocks && cut.row_parts == c.parts, "%d blocks, %d parts",
+          static_cast<int>(cut.token_blocks), static_cast<int>(cut.row_parts));
+  }
 }
 
 TEST(one_of_many_threads_measures) {

@@ -55,6 +55,11 @@ def test_every_module_imports() -> None:
         ("goals --help", "--check"),
         ("many_cores --help", "--bandwidth"),
         ("neighbour --runs 1 --layers 1 --prompt 4 --only one~thread --before PYTHON", "before"),
+        (
+            "products_before_after PYTHON --shapes 64x128 300x256 --tokens 1 3 --threads 1"
+            " --turns 2 --format 1.6bit",
+            "| 300 x 256 | ",
+        ),
         ("page FOLDER/page.md --quick --data FOLDER", "wrote "),
     ],
     ids=lambda words: words.split()[0],
