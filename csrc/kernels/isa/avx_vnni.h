@@ -53,7 +53,8 @@ inline TileAcc tile_dot(TileAcc p, TileCodes c, TileX x) {
 // As those of AVX2, where products take 7/9 of the time, an estimate.
 struct SumTables : YmmTables {
   using Narrow = SumTables;
-  static constexpr int64_t kProductCost = 58;
+  static constexpr int64_t kFromTokens = 16;
+  static constexpr int64_t kProductCost = 50;
 };
 
 // ---- heads --------------------------------------------------------------------------------------

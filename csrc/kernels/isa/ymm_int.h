@@ -183,14 +183,14 @@ inline uint64_t reduce_lines(LineXor a, LineXor b) {
 struct YmmTables : YmmSums {
   static constexpr bool kHere = true;
   using Narrow = YmmTables;                   // tables of fewer tokens, or these
-  static constexpr int64_t kFromTokens = 16;  // fewer are multiplied
-  static constexpr int64_t kFromRows = 256;   // likewise, for each building of tables
+  static constexpr int64_t kFromTokens = 13;  // fewer are multiplied
+  static constexpr int64_t kFromRows = 320;   // likewise, for each building of tables
   // Tokens with which a k-step is multiplied beside a row's lines.
   static constexpr int kBeside = 0;
   // Hundredths of a cycle, on Zen 4: a row of 32 k, alone and with a k-step beside it; its lines,
   // and the tables, for all rows; a token's product with 32 k of a row.
-  static constexpr int64_t kRowCost = 740, kBothCost = 0, kLinesCost = 0, kBuildCost = 0;
-  static constexpr int64_t kProductCost = 74;
+  static constexpr int64_t kRowCost = 740, kBothCost = 0, kLinesCost = 0;
+  static constexpr int64_t kBuildCost = 48000, kProductCost = 64;
 
   static TileCodes masked(TileStep v, int mask) { return and_bytes(v, mask); }
   template <int N>  // bits, of bytes that have none in the lowest N
