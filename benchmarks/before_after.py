@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from benchmarks.process import Process, answer
+from benchmarks.process import Process, answer, by_turns
 from bitnet_ops import machine
 
 _REST_S = 0.05  # for threads of the other process that still spin
@@ -89,12 +89,7 @@ def _turns(
     if what != "prompt" or size <= _LONG_PROMPT:  # pages and caches
         for version in (before, after):
             _rate(version, what, kv, size)
-    for turn in range(count):
-        if turn % 2:
-            second = _rate(after, what, kv, size)
-            yield _rate(before, what, kv, size), second
-        else:
-            yield _rate(before, what, kv, size), _rate(after, what, kv, size)
+    yield from by_turns(before, after, count, lambda version: _rate(version, what, kv, size))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,18 @@ class Process:
     def close(self) -> None:
         self._process.kill()
         self._process.communicate()
+
+
+def by_turns(
+    before: Process, after: Process, count: int, rate: Callable[[Process], float]
+) -> Iterator[tuple[float, float]]:
+    """The rates of both in each turn, the order changing from turn to turn."""
+    for turn in range(count):
+        if turn % 2:
+            second = rate(after)
+            yield rate(before), second
+        else:
+            yield rate(before), rate(after)
 
 
 def answer(**values: object) -> None:

@@ -1,8 +1,9 @@
 """`python -m benchmarks.products_before_after PYTHON`: products by turns with an older version.
 
 PYTHON is the interpreter of an environment in which the older version is installed. Each version
-has a process with copies of the same weights. In every turn each reads its copies once, one version
-after the other, the order changing, so that what a host's other guests take is taken from both.
+has a process with copies of the same weights, 100 MB or, for a turn of many tokens, at least two
+that may stay in a cache. In every turn each multiplies by its copies, the order changing, so that
+what a host's other guests take is taken from both.
 Printed is a table in Markdown: GMAC/s before and after (medians), each as a share of the limit, and
 the median of the ratios of the turns. BITNET_OPS_ISA in the environment holds for both versions.
 """
@@ -14,11 +15,11 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-from benchmarks.process import Process, answer
+from benchmarks.process import Process, answer, by_turns
 from bitnet_ops import machine
 
 _REST_S = 0.01  # for threads of the other process that still spin
@@ -82,7 +83,7 @@ class _Worker:
         self._shape, self._weights, self._x = (0, 0), [], torch.empty(0)  # type: Any, Any, Any
 
     def limits(self, threads: int) -> dict[str, float]:
-        """Sets the threads; what they give."""
+        """What so many threads give, and whether others had the CPUs meanwhile."""
         from bitnet_ops.bench.harness import Budget
         from bitnet_ops.bench.limits import measure_limits
         from bitnet_ops.bench.memory import ColdMemory
@@ -90,7 +91,8 @@ class _Worker:
         filled = self._torch.ones(1 << 23, dtype=self._torch.uint8)
         memory = ColdMemory(int(_COPIES_BYTES), filled)
         found = measure_limits(memory, threads, Budget(0.5))
-        return {"peak": found.int8_peak_gmac_s, "read": found.read_gb_s}
+        peak, read = found.int8_peak_gmac_s, found.read_gb_s
+        return {"peak": peak, "read": read, "unstable": found.unstable}
 
     def threads(self, threads: int) -> dict[str, float]:
         self._torch.set_num_threads(threads)
@@ -114,7 +116,7 @@ class _Worker:
         return {}
 
     def turn(self) -> dict[str, float]:
-        """GMAC/s of the product over all copies, the caches of the CPU warm but for these."""
+        """GMAC/s of the product over the copies of a turn."""
         macs = self._shape[0] * self._shape[1] * self._x.shape[0]
         times = max(1, round(_LEAST_MACS / (macs * len(self._weights))))
         few = max(2, min(len(self._weights), round(_LEAST_MACS / macs)))
@@ -142,13 +144,9 @@ def _work(weight_format: str) -> None:
         answer(**getattr(worker, what)(*map(int, numbers)))
 
 
-def _turns(versions: tuple[Process, Process], count: int) -> Iterator[tuple[float, float]]:
-    for turn in range(count):
-        rates = [0.0, 0.0]
-        for which in (0, 1) if turn % 2 else (1, 0):
-            time.sleep(_REST_S)
-            rates[which] = float(versions[which].ask("turn")["rate"])
-        yield rates[0], rates[1]
+def _rate(version: Process) -> float:
+    time.sleep(_REST_S)
+    return float(version.ask("turn")["rate"])
 
 
 def _cell(versions: tuple[Process, Process], product: tuple[int, int, int], turns: int) -> Cell:
@@ -156,7 +154,7 @@ def _cell(versions: tuple[Process, Process], product: tuple[int, int, int], turn
     for version in versions:
         version.ask("product", *product)
     for _ in range(_ATTEMPTS):
-        before, after = zip(*_turns(versions, turns), strict=True)
+        before, after = zip(*by_turns(*versions, turns, _rate), strict=True)
         cell = Cell(list(before), list(after))
         if not cell.disturbed():
             break
@@ -190,7 +188,8 @@ def _rows(versions: tuple[Process, Process], options: argparse.Namespace, thread
     found = versions[1].ask("limits", threads)
     limits = Limits(found["peak"], found["read"])
     peak, read = limits
-    print(f"\nThreads {threads}; limits: {peak:.0f} GMAC/s, {read:.0f} GB/s.\n")
+    mark = " ?" * bool(found["unstable"])
+    print(f"\nThreads {threads}; limits: {peak:.0f} GMAC/s, {read:.0f} GB/s{mark}.\n")
     print("| N x K |", " | ".join(f"M = {m}" for m in options.tokens), "|")
     print("|---" * (len(options.tokens) + 1) + "|")
     for n, k in map(_shape, options.shapes):

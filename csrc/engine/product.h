@@ -123,7 +123,7 @@ class Product {
   ProductBlocking blocking_;
   PartSums parts_;
   int64_t row_blocks_ = 0, most_block_rows_ = 1;
-  bool all_finished_ = true, finer_;     // finer_: cut finer than ProductBlocking says
+  bool all_finished_ = true, finer_;     // finer_: units of a finer cut, taken singly
   int64_t token_blocks_, block_tokens_;  // nearly equal, so that more tokens never cost less
   int64_t k_parts_;
 };
