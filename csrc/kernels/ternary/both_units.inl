@@ -27,9 +27,11 @@ template <class U>
     __builtin_memcpy(&four, lines + 4 * q, 8);
     repeat<4>([&]<int i>() BITNET_INLINE_LAMBDA {
       constexpr int64_t table = (4 * q + i) * kTableSums * U::kTokens * 2;
-      const uint64_t line = i == 3 ? four >> 48 : four >> (16 * i) & 0xffff;
+      const uint64_t line = i == 3 ? four : four & 0xffff;
       sum = U::add(sum, U::load(reinterpret_cast<const int16_t*>(at + table + 8 * line)));
       U::keep_order(sum);
+      four >>= 16;
+      __asm__("" : "+r"(four));  // in place: g++ would shift a copy each time
     });
   });
   return sum;
@@ -37,9 +39,18 @@ template <class U>
 template <class U, bool kFirst>
 [[gnu::noinline]] void add_lines(const uint16_t* lines, const int16_t* tables, int64_t rows,
                                  int16_t* sums) {
+  constexpr int kAtOnce = 2;  // rows for each step of the addresses
   const char* at = reinterpret_cast<const char*>(tables);
-  for (int64_t n = 0; n < rows; ++n, lines += kTablesAtOnce, sums += U::kTokens)
-    U::store(sums, row_of_lines<U>(lines, at, kFirst ? U::zero() : U::load(sums)));
+  const auto add = [&](int64_t i) BITNET_INLINE_LAMBDA {
+    int16_t* to = sums + i * U::kTokens;
+    U::store(to, row_of_lines<U>(lines + i * kTablesAtOnce, at, kFirst ? U::zero() : U::load(to)));
+  };
+  int64_t n = 0;
+  for (; n + kAtOnce <= rows; n += kAtOnce) {
+    repeat<kAtOnce>([&]<int i>() BITNET_INLINE_LAMBDA { add(i); });
+    lines += kAtOnce * kTablesAtOnce, sums += kAtOnce * U::kTokens;
+  }
+  for (; n < rows; ++n, lines += kTablesAtOnce, sums += U::kTokens) add(0);
 }
 
 // ---- k-steps for multipliers --------------------------------------------------------------------
