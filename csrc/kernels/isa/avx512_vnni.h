@@ -256,7 +256,8 @@ struct NarrowTables : TableSteps, YmmSums {
 // 32 tokens of a zmm.
 struct SumTables : TableSteps {
   using Narrow = NarrowTables;
-  static constexpr int64_t kTokens = 32, kFromTokens = 10, kFromRows = 512;
+  static constexpr int64_t kTokens = 32, kFromRows = 512;
+  static constexpr int64_t kFromTokens = 16;  // 12 gain a tenth, or lose a third beside a neighbour
   static constexpr int kBeside = 4;
   static constexpr int64_t kRowCost = 1280, kBothCost = 1800, kLinesCost = 95, kBuildCost = 130000;
   static constexpr int64_t kProductCost = 52;
