@@ -36,6 +36,8 @@ DOT = {
     "pairs": r"vdpbf16ps\b",
     "tiles": r"tdpb\w+\b",
     "arm": r"usmmla|sdot",
+    # of tables of sums: an addition of a line, whose number is an index; a dot product beside it
+    "lines": r"(\{vex\} )?vpdpbusd\b|v(paddw|movdqu\w*)\s.*,8\)",
 }
 VECTOR = re.compile(r"mm|\b[qdv]\d")  # a register of x86 or Arm
 WORK = 1024  # multiply-adds that counts and cycles are given for
@@ -52,6 +54,7 @@ class Loop:
     pick: str = "all"  # of the loops found: all, the first, the least for a dot
 
 
+BOTH = r"StepsOfFour<\w+>, %d, true, false>"  # further tokens
 BASE3, PLANES = 5 / 6, 1 / 2  # six dots for five rows; two dots for a number of 16 bits
 
 ZMM = (
@@ -83,6 +86,10 @@ ZMM = (
     Loop("bf16 values, 12, by pairs", "unit_weighs<PairUnit, 12, 1, PanelValues>", dot="pairs"),
     Loop("bf16 values, 4 queries", "weigh_pairs<4, 2, PanelValues>", dot="floats"),
     Loop("bf16 values, 12 queries", "weigh_pairs<12, 1, PanelValues>", dot="floats"),
+    Loop("tables, 16 tokens", "add_lines<NarrowTables, false>", dot="lines", pick="least"),
+    Loop("tables, 16, and 2 multiplied", f"add_both<NarrowTables, {BOTH % 2}", dot="lines"),
+    Loop("tables, 32 tokens", "add_lines<SumTables, false>", dot="lines", pick="least"),
+    Loop("tables, 32, and 4 multiplied", f"add_both<SumTables, {BOTH % 4}", dot="lines"),
 )  # fmt: skip
 
 YMM = (
@@ -108,6 +115,7 @@ YMM = (
     Loop("bf16 scores, 6 queries", "score_pairs<6, 1>", dot="floats"),
     Loop("bf16 values, 4 queries", "weigh_pairs<4, 1, PanelValues>", dot="floats"),
     Loop("bf16 values, 6 queries", "weigh_pairs<6, 1, PanelValues>", dot="floats"),
+    Loop("tables, 16 tokens", "add_lines<SumTables, false>", dot="lines", pick="least"),
 )  # fmt: skip
 
 UNIT = "MatrixUnit, "
@@ -231,6 +239,8 @@ def dot_work(turn: Turn, pattern: str) -> int:
         return TILE_WORK * len(dots)
     if kind == "arm":
         return sum(32 if text.startswith("usmmla") else 16 for text in dots)
+    if kind == "lines":  # four inputs of every token, 16 bits each
+        return sum((64 if "%zmm" in text else 32) * (1 if "dpbusd" in text else 2) for text in dots)
     return sum((16 if "%zmm" in text else 8) * lanes[kind] for text in dots)
 
 
@@ -307,6 +317,8 @@ def lines(isa: str, path: Path, tool: str | None) -> Iterator[str]:
             if isa == "amx_int8":  # the unit's own cycles, and those of everything beside it
                 unit = found.dots * TILE_CYCLES
                 text += f"; {scale * cycles:.1f} cycles beside {scale * unit:.1f} of the unit"
+            elif loop.dot == "lines":
+                text += f"; {cpu.name} {cycles:.1f} cycles"
             else:
                 share = found.dots * cpu.dot_cycles / cycles
                 text += f"; {cpu.name} {cycles:.1f} cycles, {share:.2f} of its dots"
