@@ -164,7 +164,8 @@ PYBIND11_MODULE(_runtime, m) {
         row["prefetch_bytes"] = bitnet::tuning().prefetch_bytes;
         row["head_bytes"] = bitnet::tuning().head_bytes;
         row["head_into_l2"] = bitnet::tuning().head_into_l2;
-        row["sum_tables"] = bitnet::engine::tables_gain(bitnet::kernels());
+        row["sum_tables"] =
+            bitnet::engine::tables_gain(bitnet::kernels(), bitnet::engine::kProbeTokens);
         const auto probe = bitnet::engine::table_probe(bitnet::kernels());
         row["sum_tables_gain"] = probe ? std::optional(probe->gain) : std::nullopt;
         row["sum_tables_ms"] = probe ? std::optional(1000 * probe->seconds) : std::nullopt;

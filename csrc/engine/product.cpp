@@ -69,7 +69,7 @@ ProductCut table_cut_of(const KernelTable& table, const ProductShape& s, int64_t
     if (table.table_blocking(s.tokens, rows / cut.row_parts, s.grouped).scratch_bytes != 0) break;
     if (at_once < 2 * kLeastTokens || at_once % (2 * most.token_multiple) != 0) return {};
   }
-  return tables_gain(table) ? cut : ProductCut{};  // asked last: it may take milliseconds
+  return tables_gain(table, s.tokens) ? cut : ProductCut{};  // asked last: it may take milliseconds
 }
 
 // Memory of this thread for the kernels, made at its first product by tables: a plan does not know

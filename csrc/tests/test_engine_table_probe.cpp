@@ -171,6 +171,18 @@ TEST(the_faster_way_is_taken) {
   CHECK(gain > 1.05 && loss < 1, "%g and %g", gain, loss);
 }
 
+TEST(few_tokens_need_a_larger_gain) {
+  use_measured();
+  begin_case("twice as fast, and a sixth faster");
+  const KernelTable fast = sleeping("twice", sleep_for<3, 6>);
+  const KernelTable little = sleeping("a sixth", sleep_for<30, 35>);
+  CHECK(cut_of(fast, 32, 2048).table_rows == 2048, "multiplied");
+  CHECK(cut_of(little, 32, 2048).table_rows == 0, "few tokens by tables");
+  CHECK(cut_of(little, 64, 2048).table_rows == 2048, "multiplied");
+  const double gain = engine::table_probe(little)->gain;
+  CHECK(gain > 1.05 && gain < 1.33, "%g", gain);
+}
+
 // Rows that are too few for the threads are not cut further than tables are worth; tokens are.
 TEST(many_threads_take_fewer_tokens) {
   use_measured();
