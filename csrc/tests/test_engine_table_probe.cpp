@@ -175,7 +175,7 @@ TEST(few_tokens_need_a_larger_gain) {
   use_measured();
   begin_case("twice as fast, and a sixth faster");
   const KernelTable fast = sleeping("twice", sleep_for<3, 6>);
-  const KernelTable little = sleeping("a sixth", sleep_for<30, 35>);
+  const KernelTable little = sleeping("a sixth", sleep_for<90, 105>);
   CHECK(cut_of(fast, 32, 2048).table_rows == 2048, "multiplied");
   CHECK(cut_of(little, 32, 2048).table_rows == 0, "few tokens by tables");
   CHECK(cut_of(little, 64, 2048).table_rows == 2048, "multiplied");
