@@ -73,29 +73,29 @@ pip_torch() {
 # `python -m pip`, because the first line of bin/pip breaks when the clone is moved.
 pip_install() { "$VENV/bin/python" -m pip install -q "$@"; }
 
-# compile_count: of a build's output on standard input, how many files of how many are compiled, on one
-# line that moves. What is none of that is kept in the file $1.
+# compile_count: of a build's output on standard input, how many files of how many are compiled: on a
+# terminal on one line that moves, elsewhere a line every ten seconds. What is none of that is kept in
+# the file $1.
 compile_count() {
-  local line
+  local line told=-10
   while IFS= read -r line; do
-    if [[ "$line" =~ \[([0-9]+)/([0-9]+)\] ]]; then
-      printf '\r[%4ds] compiled %s of %s ' "$SECONDS" "${BASH_REMATCH[1]}" "${BASH_REMATCH[2]}" >&2
-    else
+    if ! [[ "$line" =~ \[([0-9]+)/([0-9]+)\] ]]; then
       printf '%s\n' "$line" >>"$1"
+    elif [ -t 2 ]; then
+      printf '\r[%4ds] compiled %s of %s ' "$SECONDS" "${BASH_REMATCH[1]}" "${BASH_REMATCH[2]}" >&2
+    elif ((SECONDS - told >= 10 || BASH_REMATCH[1] == BASH_REMATCH[2])); then
+      told="$SECONDS"
+      say "compiled ${BASH_REMATCH[1]} of ${BASH_REMATCH[2]}"
     fi
   done
-  echo >&2
+  if [ -t 2 ]; then echo >&2; fi
 }
 
-# install_project EXTRAS: silent, or on a terminal with a count; the end of the output if it fails.
+# install_project EXTRAS: with a count of what is compiled; the end of the output if it fails.
 install_project() {
-  local log command=("$VENV/bin/python" -m pip install -e "$ROOT$1" --no-build-isolation)
-  if [ ! -t 2 ]; then
-    PATH="$VENV/bin:$PATH" "${command[@]}" -q
-    return
-  fi
+  local log command=("$VENV/bin/python" -m pip install -e "$ROOT$1" --no-build-isolation -v)
   log="$(mktemp)"
-  if ! PATH="$VENV/bin:$PATH" "${command[@]}" -v 2>&1 | compile_count "$log"; then
+  if ! PATH="$VENV/bin:$PATH" "${command[@]}" 2>&1 | compile_count "$log"; then
     tail -n 60 "$log" >&2
     rm -f "$log"
     return 1
@@ -103,25 +103,34 @@ install_project() {
   rm -f "$log"
 }
 
-# setup_project [EXTRAS]: EXTRAS is "", "[test]" or "[test,dev]". Does nothing when nothing changed.
+# wider_of A B: the later one of two of "", "[server]", "[test]" and "[test,dev]"; each has what those
+# before it bring.
+wider_of() {
+  local extras
+  for extras in "[test,dev]" "[test]" "[server]"; do
+    case "$extras" in "$1" | "$2") echo "$extras" && return ;; esac
+  done
+}
+
+# setup_project [EXTRAS]: as of wider_of. Does nothing when nothing changed.
 setup_project() {
-  local extras="${1:-}" stamp="$VENV/.bitnet-stamp" hash old_hash="" old_upper="" old_extras=""
+  local extras stamp="$VENV/.bitnet-stamp" hash old_hash="" old_upper="" old_extras=""
   if ! "$VENV/bin/python" -c 'import pip' 2>/dev/null; then
     check_system
     say "making the environment $VENV"
     "${PYTHON:-python3}" -m venv "$VENV"
   fi
   if ! "$VENV/bin/python" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))'; then
-    say "installing the build tools and $TORCH"
+    say "installing the build tools and $TORCH (a download of 200 MB)"
     pip_install "${BUILD_TOOLS[@]}"
     pip_torch
   fi
   hash="$(build_hash)"
   if [ -f "$stamp" ]; then read -r old_hash old_upper old_extras <"$stamp" || true; fi
-  if [ "${#extras}" -lt "${#old_extras}" ]; then extras="$old_extras"; fi # keep what is installed
+  extras="$(wider_of "${1:-}" "$old_extras")" # keep what is installed
   if [ "$hash" = "$old_hash" ] && [ "$extras" = "$old_extras" ]; then return 0; fi
   check_system
-  say "building and installing bitnet-ops$extras"
+  say "building and installing bitnet-ops$extras (minutes the first time)"
   rm -f "$stamp"
   install_project "$extras"
   echo "$hash $(upper_hash) $extras" >"$stamp"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import pty
 import re
 import shutil
 import subprocess
@@ -429,14 +430,46 @@ def test_setup_names_the_missing_system_package(
     assert not environment.exists()
 
 
-def test_a_build_shows_a_count_that_moves_and_keeps_the_rest(tmp_path: Path) -> None:
-    output = b"  Preparing\n  [1/140] Building CXX a.o\n  [140/140] Linking b.so\nerror: no space\n"
-    script = f"source {ROOT}/scripts/_setup.sh; compile_count {tmp_path}/log"
-    done = subprocess.run(["bash", "-c", script], input=output, capture_output=True)
-    assert done.returncode == 0 and done.stdout == b""
-    moves = re.findall(rb"\r\[ +\d+s\] compiled (\d+) of 140 ", done.stderr)
-    assert moves == [b"1", b"140"]
+def test_a_build_shows_a_count_and_keeps_the_rest(tmp_path: Path) -> None:
+    """On a terminal it moves; elsewhere it has few lines, the last file's among them."""
+    told = ["  Preparing", *(f"  [{i}/20] Building" for i in range(1, 21)), "error: no space"]
+    (tmp_path / "output").write_text("\n".join(told) + "\n")
+    script = f"source {ROOT}/scripts/_setup.sh; compile_count {tmp_path}/log <{tmp_path}/output"
+    piped = run("bash", "-c", script)
+    assert re.findall(r"\[ +\d+s\] compiled (\d+) of 20\n", piped) == ["1", "20"]
     assert (tmp_path / "log").read_text() == "  Preparing\nerror: no space\n"
+    terminal, end = pty.openpty()
+    subprocess.run(["bash", "-c", script], stdout=end, stderr=end, check=True)
+    moves = re.findall(rb"\r\[ +\d+s\] compiled (\d+) of 20 ", os.read(terminal, 4096))
+    assert moves == [b"%d" % i for i in range(1, 21)]
+    os.close(terminal)
+    os.close(end)
+
+
+def test_quickstart_brings_the_server_and_says_how_to_start_it(tmp_path: Path) -> None:
+    """In a copy whose set-up does nothing; a later set-up keeps what an earlier one installed."""
+    (tmp_path / "scripts").mkdir()
+    quickstart = shutil.copy(ROOT / "scripts" / "quickstart", tmp_path / "scripts")
+    setup = (ROOT / "scripts" / "_setup.sh").read_text()
+    stub = '\nsetup_project() { echo "extras $1"; }\n'
+    (tmp_path / "scripts" / "_setup.sh").write_text(setup + stub)
+    command = tmp_path / ".venv" / "bin" / "bitnet-ops"
+    command.parent.mkdir(parents=True)
+    command.write_text('#!/bin/sh\necho "ran $*"\n[ "$2" != wrong ]\n')
+    command.chmod(0o755)
+    env = {name: value for name, value in os.environ.items() if name != "BITNET_VENV"}
+    done = subprocess.run([quickstart], cwd=tmp_path, env=env, capture_output=True, text=True)
+    extras, ran = done.stdout.splitlines()
+    assert done.returncode == 0 and extras == "extras [server]" and ran.startswith("ran generate ")
+    assert "next: .venv/bin/bitnet-ops serve " in done.stderr
+    failed = subprocess.run([quickstart, "wrong"], env=env, capture_output=True, text=True)
+    assert failed.returncode == 1 and "next:" not in failed.stderr
+    order = ["", "[server]", "[test]", "[test,dev]"]
+    for number, extras in enumerate(order):
+        for other in order[: number + 1]:
+            for pair in (f"'{extras}' '{other}'", f"'{other}' '{extras}'"):
+                script = f"source {tmp_path}/scripts/_setup.sh; wider_of {pair}"
+                assert run("bash", "-c", script).strip() == extras
 
 
 def test_setup_names_the_missing_compiler(tmp_path: Path) -> None:
