@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Fine-tune a ternary model on a text file, convert the result and let it speak.
 
-    pip install 'bitnet-ops[train]'
+    pip install '.[train]'
     python examples/finetune_demo.py my.txt out --steps 100
 
 Training runs in torch with the ternary forward in the loop; the result in `out` runs on the integer
@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 import bitnet_ops
 from bitnet_ops import training
+from bitnet_ops.errors import install
 from bitnet_ops.language_model import DEMO_DIR
 
 HELD_OUT = 0.1  # the last tenth of the text is never trained on
@@ -81,7 +82,7 @@ def main(argv=None):
     if importlib.util.find_spec("transformers") is None:
         raise SystemExit(
             "finetune_demo: expected transformers to be installed, which builds the model to "
-            "train, got none; run: pip install 'bitnet-ops[train]'"
+            f"train, got none; run: {install('train')}"
         )
     torch.manual_seed(a.seed)
     tokenizer = Tokenizer.from_file(str(a.model / "tokenizer.json"))

@@ -1,7 +1,9 @@
-"""The exception above every exception of this package, and how text of strangers is shown."""
+"""The exception above every exception of this package, and the words of its messages."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
 import unicodedata
 
 # Controls, formats (which turn the direction of text round), surrogates, private use, line ends.
@@ -29,6 +31,22 @@ def _is_escaped(c: str, prose: bool) -> bool:
     if prose:
         return c in _DIRECTIONS or (category in _OBEYED and c not in "\n\t")
     return category in _UNPRINTABLE
+
+
+def counted(count: int, noun: str, several: str = "") -> str:
+    """`1 token`, `2 tokens`; `several`: the noun's plural where it is not made by an s."""
+    return f"{count} {noun if count == 1 else several or noun + 's'}"
+
+
+def install(extra: str) -> str:
+    """The pip command for the packages of `extra`, one of pyproject.toml's optional dependencies.
+
+    It names these themselves: the same words are right in a clone and where a wheel was installed.
+    """
+    rows = (row.partition(";") for row in importlib.metadata.requires("bitnet-ops") or ())
+    mark = re.compile(rf"extra == ['\"]{extra}['\"]")
+    packages = [name.strip() for name, _, condition in rows if mark.search(condition)]
+    return " ".join(["pip install", *(f"'{p}'" if re.search("[<>=]", p) else p for p in packages)])
 
 
 class BitNetError(Exception):

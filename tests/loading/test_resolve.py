@@ -439,7 +439,7 @@ def test_without_the_library(
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert main(["generate", "org/name", "a prompt"]) == 1
     error = capsys.readouterr().err
-    assert "pip install 'bitnet-ops[hub]', or download it" in error and error.count("\n") == 1
+    assert "pip install 'huggingface_hub>=0.30', or download it" in error and error.count("\n") == 1
 
 
 def test_paths_win_over_ids(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import shlex
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 
 import benchmarks.other_engines as other_engines
 import bitnet_ops  # noqa: F401  (loads torch.ops.bitnet)
+from bitnet_ops.errors import install
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -141,6 +143,18 @@ def test_extras_named_in_the_pages_exist() -> None:
     for page, text in TEXT.items():
         for named in re.findall(r"(?:bitnet-ops|'\.)\[([\w,]+)\]", text):
             assert set(named.split(",")) <= set(PROJECT["optional-dependencies"]), page
+
+
+def test_nobody_is_sent_to_an_index_that_has_no_such_package() -> None:
+    """Pages say `pip install '.[extra]'`, messages name the packages; wheels are found by links."""
+    places = {path.name: path.read_text() for path in [*ROOT.glob("examples/**/*.py")]}
+    places |= {path.name: path.read_text() for path in ROOT.glob("python/bitnet_ops/**/*.py")}
+    for place, text in (places | TEXT).items():
+        for line in re.findall(r"pip install\b.*\bbitnet[-_]ops\b.*|bitnet-ops\[.*", text):
+            assert "uninstall" in line or "--find-links" in line or place in HISTORY, (place, line)
+    for extra, packages in PROJECT["optional-dependencies"].items():
+        words = shlex.split(install(extra))
+        assert words[:2] == ["pip", "install"] and sorted(words[2:]) == sorted(packages)
 
 
 def test_one_version_everywhere_and_every_python_from_the_floor_on() -> None:

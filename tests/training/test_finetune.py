@@ -84,6 +84,6 @@ def test_without_transformers_the_example_ends_in_one_line(tmp_path):
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
         "finetune_demo: expected transformers to be installed, which builds the model to train, "
-        "got none; run: pip install 'bitnet-ops[train]'"
+        "got none; run: pip install 'transformers>=5.12' accelerate"
     ]
     assert not out.exists()

@@ -19,7 +19,7 @@ from bitnet_ops import machine
 from bitnet_ops.cli.arguments import UsageError, integer, non_empty, number
 from bitnet_ops.cli.generate import MODEL_HELP, add_model_arguments, add_speculation, open_model
 from bitnet_ops.cli.terminal import say
-from bitnet_ops.errors import BitNetError
+from bitnet_ops.errors import BitNetError, install
 
 if TYPE_CHECKING:
     from bitnet_ops.language_model import LanguageModel
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bitnet-ops serve [MODEL] [options]"
     parser.description = (
         "Serve models on this machine: a page to talk on, and the HTTP interfaces of OpenAI, "
-        "Anthropic and Ollama. Needs the extra `server` (pip install 'bitnet-ops[server]')."
+        f"Anthropic and Ollama. Needs the extra `server`: {install('server')}"
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     group = parser.add_argument_group("server")
@@ -190,7 +190,7 @@ def run(args: argparse.Namespace) -> int:
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         raise ServerMissingError(
             f"serve: expected the packages of the server, got no {', '.join(missing)}; run: "
-            "pip install 'bitnet-ops[server]'"
+            f"{install('server')}"
         )
     keys = _keys(args.api_key_file)
     listener = _listener(args.host, args.port)

@@ -42,6 +42,7 @@ from bitnet_ops.convert.gguf_config import (
 from bitnet_ops.convert.gguf_tokenizer import tokenizer_files
 from bitnet_ops.convert.source import EMBEDDING, HEAD, Plan, Source, Ternary, Uneven, model_of
 from bitnet_ops.convert.ternary import SPREAD, check_finite, from_ternary, looks_ternary
+from bitnet_ops.errors import install
 from bitnet_ops.formats import gguf_layouts as layouts
 from bitnet_ops.formats.destination import TOKENIZER_FILES
 from bitnet_ops.formats.gguf import MAX_TENSORS, GgufError, Reader, TensorInfo, is_strings
@@ -491,7 +492,7 @@ def _dequantised(info: TensorInfo, data: Any) -> Tensor:
             "gguf-package",
             f"the gguf package, which reads {info.name} ({info.type.name})",
             "none installed",
-            "pip install bitnet-ops[gguf]",
+            install("gguf"),
         )
     known = info.type.name in gguf.GGMLQuantizationType.__members__
     rows = data.reshape(-1, info.shape[-1] // info.type.block * info.type.block_bytes)

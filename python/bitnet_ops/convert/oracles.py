@@ -29,7 +29,7 @@ from bitnet_ops.convert.gguf_config import PERMUTED
 from bitnet_ops.convert.gguf_source import GgufSource, scale_name
 from bitnet_ops.convert.hf_source import HfSource
 from bitnet_ops.convert.source import Plan, Source
-from bitnet_ops.errors import BitNetError
+from bitnet_ops.errors import BitNetError, install
 from bitnet_ops.nn.rotary import rotary
 
 
@@ -352,9 +352,7 @@ def _values(kind: str, data: Any, shape: tuple[int, ...], layout: str) -> Tensor
     try:
         import gguf
     except ImportError:
-        reject(
-            "gguf-package", "the gguf package for --verify", "none", "pip install bitnet-ops[gguf]"
-        )
+        reject("gguf-package", "the gguf package for --verify", "none", install("gguf"))
     number = gguf.GGMLQuantizationType[kind]
     rows = data.reshape(shape[0], -1)
     return torch.from_numpy(np.ascontiguousarray(gguf.quants.dequantize(rows, number)))

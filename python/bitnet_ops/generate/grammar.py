@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bitnet_ops.errors import BitNetError
+from bitnet_ops.errors import BitNetError, install
 from bitnet_ops.generate.constraint import Mask, TokenTexts, only
 from bitnet_ops.generate.sampling import SamplingError
 from bitnet_ops.generate.tokenizer import Tokenizer
@@ -54,7 +54,7 @@ class Grammars:
             import llguidance
         except ImportError:
             raise GrammarError(
-                "grammar: expected the package llguidance, got none; install bitnet-ops[server]"
+                f"grammar: expected the package llguidance, got none; run: {install('server')}"
             ) from None
         if not stop_ids:
             raise GrammarError("grammar: expected a model with ids that end a text, got none")

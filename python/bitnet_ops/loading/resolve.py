@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from bitnet_ops.arguments import check_path
-from bitnet_ops.errors import BitNetError
+from bitnet_ops.errors import BitNetError, install
 from bitnet_ops.formats import gguf, sglbitnt
 from bitnet_ops.untrusted import printable
 
@@ -314,9 +314,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
         import huggingface_hub
         from huggingface_hub import constants
     except ImportError:
-        _reject(
-            repo, "huggingface_hub to download it with", "none", "pip install 'bitnet-ops[hub]'"
-        )
+        _reject(repo, "huggingface_hub to download it with", "none", install("hub"))
     if constants.HF_HUB_OFFLINE:
         found = _downloaded_before(huggingface_hub, repo)
         if found is None:

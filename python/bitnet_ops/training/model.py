@@ -18,7 +18,7 @@ from bitnet_ops.config import PRIVATE_BLOCK, ModelConfig
 from bitnet_ops.config.scheme import Storage
 from bitnet_ops.convert.checkpoint import Checkpoint
 from bitnet_ops.convert.hf_source import HfSource
-from bitnet_ops.errors import BitNetError
+from bitnet_ops.errors import BitNetError, install
 from bitnet_ops.formats.sglbitnt import Reader, model_file
 from bitnet_ops.loading.model_contents import completed_config, model_config, own_tensors
 from bitnet_ops.models import check_names, expected_tensors
@@ -133,7 +133,7 @@ def _empty_model(config: dict[str, Any], dtype: torch.dtype, attention: str) -> 
     except ImportError as error:
         raise TrainingError(
             f"load_for_training: expected transformers to be installed, got {error}; "
-            "run: pip install 'bitnet-ops[train]', or use replace_linears on a model of your own"
+            f"run: {install('train')}, or use replace_linears on a model of your own"
         ) from error
     known = {key: value for key, value in config.items() if key not in _DROPPED}
     hf_config = CONFIG_MAPPING[config["model_type"]].from_dict(known)
