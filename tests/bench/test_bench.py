@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import _runtime, cli, machine, ops
-from bitnet_ops.bench import cases, limits, memory, model, report, shapes
+from bitnet_ops.bench import cases, limits, memory, model, report, run_model, shapes
 from bitnet_ops.bench import ops as bench_ops
 from bitnet_ops.bench.engine import Streams
 from bitnet_ops.dummy import model as dummy
@@ -224,7 +225,8 @@ def run_bench(output: Path, *words: str) -> tuple[dict[str, Any], str]:
     command = [sys.executable, "-m", "bitnet_ops", "bench", *words, "--quick"]
     command += ["--output", str(output)]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr == "", done.stderr
+    # steps that take long, as on a busy machine, are named on stderr
+    assert done.returncode == 0 and re.fullmatch(r"(\d+ s: .*\n)*", done.stderr), done.stderr
     result = json.loads(output.read_text())
     for word in (result["environment"]["cpu"], "core-to-core round trip", *result["warnings"]):
         assert word in done.stdout
@@ -282,9 +284,47 @@ def test_bench_model(tmp_path: Path) -> None:
     assert [row["kv"] for row in prefill] == ["bfloat16", "int8"] * 2
     assert [row["weights"] for row in result["weight_choices"]] == ["2bit", "2bit"]
     for choice in result["weight_choices"]:
-        assert f"auto, {choice['threads']} thread(s): 2bit, because {choice['reason']}" in text
+        threads = {1: "1 thread", 2: "2 threads"}[choice["threads"]]
+        assert f"auto, {threads}: 2bit, because {choice['reason']}" in text
+    first, *_, last = (line for line in text.splitlines() if not line.startswith("WARNING"))
+    assert re.fullmatch(r"synthetic tiny, about (1 minute|\d+ minutes); name a MODEL .*", first)
+    assert re.fullmatch(rf"{len(result['rows'])} rows in [\d.]+ s\.", last)
     for title, columns, cells in report.model_tables(result):
         assert title in text and all(len(row) == len(columns) for row in cells)
+
+
+def test_rows_of_a_model_are_told_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each before the next one is measured, under the head of its table; all in the same widths."""
+    formats = {"weights": "2bit", "head": "int8", "kv": "bfloat16", "threads": 1}
+    decode = {**formats, "kind": "decode", "batch": 1, "context": 0, "tokens_per_s": 19.0,
+              "step_ms": {"median": 52.6}, "bytes_per_step": 85e7, "limit_tokens_per_s": 18.6,
+              "share": {"median": 1.02}, "impossible": False, "ping_pong_ns": None,
+              "disturbed": False}  # fmt: skip
+    prefill = {**formats, "kind": "prefill", "tokens": 128, "tokens_per_s": 283.0, "seconds": 0.45,
+               "gmac_s": 589.0, "share": 1.36}  # fmt: skip
+    told: list[list[str]] = []
+
+    def rows(*_: Any, first: bool) -> Iterator[dict[str, Any]]:
+        for row in (decode, {**decode, "context": 8192}, prefill, {"kind": "of others"}):
+            count = len(told)
+            yield row
+            assert len(told) == count + 1
+
+    monkeypatch.setattr(run_model, "_rows", rows)
+    monkeypatch.setattr(run_model, "measured", lambda _k, _s, _w, measure, *_: measure(None, []))
+    found = run_model.run(
+        run_model.ModelSettings("tiny", quick=True), tell=lambda lines: told.append(lines)
+    )
+    first, second, third, fourth = told[-4:]
+    assert first[:2] == ["", "Decode: 64 tokens behind a context"] and len(first) == 4
+    assert third[:2] == ["", "Prefill: a prompt into an empty cache"] and fourth == []
+    assert len(second) == 1 and second[0].index("8192") + 4 == first[2].index("context") + 7
+    environment = {"schema": "bitnet_ops.bench.model", "seconds": 3.0, "warnings": ["busy"]}
+    closing = "\n".join(report.closing_lines({**environment, **found}))
+    for words in ("just above 1 = as fast as reading", "share of int8 peak above 1", "4 rows in 3"):
+        assert words in closing
+    for line in sum(told[1:], []):  # the same text as of the whole report, but for the machine
+        assert line in report._model_lines({**found, "settings": {"dummy": "tiny"}})
 
 
 @pytest.mark.slow

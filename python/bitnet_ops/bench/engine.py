@@ -24,6 +24,7 @@ from bitnet_ops.bench.pinning import use_threads
 from bitnet_ops.bench.report import Report, Row
 from bitnet_ops.bench.run_model import ModelBench, ModelSettings, read_run
 from bitnet_ops.bench.session import Progress, measured
+from bitnet_ops.errors import counted
 from bitnet_ops.generate.engine import Engine, Event, Limits, NewToken, SchedulerOptions
 from bitnet_ops.models.step_batch import StepBatch
 from bitnet_ops.nn.kv_config import bytes_of_block
@@ -256,7 +257,7 @@ def run(
         bench = ModelBench(ws, model, settings.model())
         found: list[Row] = []
         for one in limits:
-            progress(f"timing {one.threads} thread(s)")
+            progress(f"timing {counted(one.threads, 'thread')}")
             found += _rows(bench, one, settings) + more(bench, one, settings)
         return {"rows": found}
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bitnet_ops.errors import counted
 from bitnet_ops.formats.destination import file_kind, new_file
 
 SCHEMA_VERSION = 5
@@ -109,18 +110,42 @@ def _prefill_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+# by the kind of a row: title, columns, and the cells of a row
+_MODEL_TABLES: dict[str, tuple[str, list[str], Callable[[Row], list[str]]]] = {
+    "decode": ("Decode: 64 tokens behind a context", _DECODE, _decode_cells),
+    "prefill": ("Prefill: a prompt into an empty cache", _PREFILL, _prefill_cells),
+}
+
+
 def model_tables(report: Report) -> list[Table]:
     """The tables of `bench model` that have rows."""
-    kinds: dict[str, list[dict[str, Any]]] = {"decode": [], "prefill": []}
-    for row in report["rows"]:
-        kinds.get(row["kind"], []).append(row)
-    decode = [_decode_cells(row) for row in kinds["decode"]]
-    prefill = [_prefill_cells(row) for row in kinds["prefill"]]
-    found = [
-        ("Decode: 64 tokens behind a context", _DECODE, decode),
-        ("Prefill: a prompt into an empty cache", _PREFILL, prefill),
+    return [
+        (title, titles, [cells(row) for row in rows])
+        for kind, (title, titles, cells) in _MODEL_TABLES.items()
+        if (rows := [row for row in report["rows"] if row["kind"] == kind])
     ]
-    return [table for table in found if table[2]]
+
+
+def row_lines(row: Row, before: Row | None) -> list[str]:
+    """A row of `bench model` as it comes, under its table's head where the row before had another.
+
+    Nothing for a row of another kind.
+    """
+    if row["kind"] not in _MODEL_TABLES:
+        return []
+    title, titles, cells = _MODEL_TABLES[row["kind"]]
+    same = before is not None and before["kind"] == row["kind"]
+    return [
+        *([] if same else ["", title, _in_columns(titles, titles)]),
+        _in_columns(cells(row), titles),
+    ]
+
+
+def _in_columns(cells: list[str], titles: list[str]) -> str:
+    """In widths that no later row changes: three names, then figures."""
+    names = [cell.ljust(9) for cell in cells[:3]]
+    figures = [c.rjust(max(5, len(t))) for c, t in zip(cells[3:], titles[3:], strict=True)]
+    return "  ".join([*names, *figures]).rstrip()
 
 
 def engine_tables(report: Report) -> list[Table]:
@@ -190,7 +215,7 @@ def header_lines(report: Report) -> list[str]:
                 f"read {number(limit['read_gb_s'])} GB/s ({limit['read_form']}), "
                 f"int8 multiply-adds {number(limit['int8_peak_gmac_s'])} GMAC/s"
             )
-        lines.append(f"limits, {limit['threads']} thread(s): {shown}")
+        lines.append(f"limits, {counted(limit['threads'], 'thread')}: {shown}")
     return lines
 
 
@@ -213,28 +238,51 @@ def _ops_lines(report: Report) -> list[str]:
     ]
 
 
-def _model_lines(report: Report) -> list[str]:
-    lines = [
-        f"{model_name(report)}, {model['weights']} weights + {model['head']} head: "
+def weights_line(name: str, model: dict[str, Any]) -> str:
+    """What a step of the model `name` reads, by one of the report's `models`."""
+    states = (
+        f"{model['per_sequence'] / 1e6:.0f} MB of states, " if model.get("per_sequence") else ""
+    )
+    return (
+        f"{name}, {model['weights']} weights + {model['head']} head: "
         f"{(model['body'] + model['head_bytes']) / 1e6:.0f} MB a token at context 0, and "
-        f"{model['per_position'] / 1e3:.1f} kB for each cached token, "
-        + (f"{model['per_sequence'] / 1e6:.0f} MB of states, " if model.get("per_sequence") else "")
-        + f"{model['kv']}"
-        for model in report["models"]
-    ]
-    lines += [
-        f"weight format auto, {choice['threads']} thread(s): {choice['weights']}, because "
-        f"{choice['reason']}"
-        for choice in report.get("weight_choices", [])
-    ]
-    for title, titles, cells in model_tables(report):
-        lines += ["", title, *text_table(titles, cells)]
+        f"{model['per_position'] / 1e3:.1f} kB for each cached token, {states}{model['kv']}"
+    )
+
+
+def choice_lines(choices: Sequence[dict[str, Any]]) -> list[str]:
+    """Which weight format "auto" was, by the report's `weight_choices`."""
     return [
-        *lines,
-        "",
+        f"weight format auto, {counted(choice['threads'], 'thread')}: {choice['weights']}, because "
+        f"{choice['reason']}"
+        for choice in choices
+    ]
+
+
+def _model_lines(report: Report) -> list[str]:
+    lines = ["", *choice_lines(report.get("weight_choices", []))]
+    lines += [weights_line(model_name(report), model) for model in report["models"]]
+    for before, row in zip([None, *report["rows"]], report["rows"], strict=False):
+        lines += row_lines(row, before)
+    return lines
+
+
+def _model_notes(report: Report) -> list[str]:
+    notes = [
         "share = time to read the step's bytes / time of the step, both alternating here.",
         "no share = faster than reading: a cache holds the model, or reading was held up.",
     ]
+    rows = report["rows"]
+    if any(
+        r["kind"] == "decode" and r["share"]["median"] > 1 and not r["impossible"] for r in rows
+    ):
+        notes.append("a share just above 1 = as fast as reading: the two take turns, and vary.")
+    if any(row["kind"] == "prefill" and row["share"] > 1 for row in rows):
+        notes += [
+            "share of int8 peak above 1: that peak is of multiplying alone, and tables of sums do",
+            "a part of a prompt's work without it (docs/notes/sums.md).",
+        ]
+    return notes
 
 
 def _engine_lines(report: Report) -> list[str]:
@@ -297,12 +345,20 @@ def _sparsity_lines(report: Report) -> list[str]:
     ]
 
 
+def closing_lines(report: Report) -> list[str]:
+    """What stands below the rows."""
+    notes = {"model": _model_notes}.get(_kind(report))
+    warnings = [f"WARNING: {warning}" for warning in report["warnings"]]
+    rows = f"{counted(len(report['rows']), 'row')} in {report['seconds']:g} s."
+    return [*(["", *notes(report)] if notes else []), rows, *warnings]
+
+
 def lines(report: Report) -> list[str]:
     """The whole report as text."""
-    kind = report["schema"].rpartition(".")[2]
     forms = {"ops": _ops_lines, "model": _model_lines, "engine": _engine_lines}
     forms |= {"attention": _attention_lines, "sparsity": _sparsity_lines}
-    middle = forms[kind](report)
-    warnings = [f"WARNING: {warning}" for warning in report["warnings"]]
-    rows = f"{len(report['rows'])} rows in {report['seconds']:g} s."
-    return [*header_lines(report), *middle, rows, *warnings]
+    return [*header_lines(report), *forms[_kind(report)](report), *closing_lines(report)]
+
+
+def _kind(report: Report) -> str:
+    return str(report["schema"].rpartition(".")[2])

@@ -7,11 +7,12 @@ limit in this process.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bitnet_ops.bench import report
 from bitnet_ops.bench.harness import Budget, Timed, digits, interleave, paired_ratios, summarize
 from bitnet_ops.bench.limits import (
     ATTEMPTS,
@@ -24,7 +25,7 @@ from bitnet_ops.bench.memory import Workspace
 from bitnet_ops.bench.model import BenchModel
 from bitnet_ops.bench.pinning import use_threads
 from bitnet_ops.bench.report import Report, Row
-from bitnet_ops.bench.session import Progress, measured
+from bitnet_ops.bench.session import Progress, Tell, measured
 from bitnet_ops.dummy import model as dummy
 from bitnet_ops.loading.weight_choice import WeightChoice, choose, choose_for_file
 from bitnet_ops.loading.weight_probe import SMALL_FORMAT
@@ -32,6 +33,7 @@ from bitnet_ops.nn.storage import USUAL_FORMAT
 
 DECODED = 64  # tokens behind a context, as in the tg64 of other engines
 _READ_BYTES = 1 << 26
+_READ_A_SECOND, _MACS_A_SECOND = 20e9, 120e9  # of a small machine
 
 
 @dataclass(frozen=True)
@@ -163,22 +165,46 @@ def time_once(run: Timed) -> float:
     return time.perf_counter() - start
 
 
-def _rows(bench: ModelBench, all_limits: list[MachineLimits], *, first: bool) -> list[Row]:
+def _rows(bench: ModelBench, all_limits: list[MachineLimits], *, first: bool) -> Iterator[Row]:
     s = bench.settings
     if not first:
-        return [decode_row(bench, limits, 1, 0) for limits in all_limits]
-    rows, most = [], max(s.threads)
+        yield from (decode_row(bench, limits, 1, 0) for limits in all_limits)
+        return
     for limits in all_limits:
         for kv_dtype in s.kv_dtypes:
             bench.model.use_kv_dtype(kv_dtype)
-            rows += [decode_row(bench, limits, 1, context) for context in s.contexts]
+            yield from (decode_row(bench, limits, 1, context) for context in s.contexts)
             if kv_dtype == s.kv_dtypes[0]:
-                rows += [decode_row(bench, limits, b, 0) for b in s.batches if b > 1]
-            for tokens in s.prompts:
-                if tokens <= 512 or limits.threads == most:
-                    rows.append(prefill_row(bench, limits, tokens, 3 if tokens <= 128 else 1))
+                yield from (decode_row(bench, limits, b, 0) for b in s.batches if b > 1)
+            for tokens in _prompts(s, limits.threads):
+                yield prefill_row(bench, limits, tokens, _repeats(tokens))
         bench.model.use_kv_dtype(s.kv_dtypes[0])
-    return rows
+
+
+def _prompts(settings: ModelSettings, threads: int) -> list[int]:
+    """The prompts that are timed on so many threads: the longest on the most alone."""
+    return [n for n in settings.prompts if n <= 512 or threads == max(settings.threads)]
+
+
+def _repeats(tokens: int) -> int:
+    return 3 if tokens <= 128 else 1
+
+
+def about_minutes(settings: ModelSettings) -> int:
+    """How long a synthetic model may take, from its sizes and the speed of a small machine."""
+    weights = sum(n * k for n, k in dummy.matrices(settings.dummy).shapes)
+    config = dummy.config(settings.dummy)
+    step_s = (weights / 4 + config.vocab_size * config.hidden_size) / _READ_A_SECOND
+    token_s = weights / _MACS_A_SECOND
+    seconds = 20.0 * len(settings.formats)  # making the model
+    for threads in settings.threads:
+        rows = [1] * len(settings.contexts) + [batch for batch in settings.batches if batch > 1]
+        least_s, steps = (0.2, 8) if settings.quick else (1.5, DECODED)
+        row_s = [max(least_s, steps * max(step_s, batch * token_s)) for batch in rows]
+        prompts = _prompts(settings, threads)
+        tokens = sum(n * (_repeats(n) + (n <= 128)) for n in prompts)  # a short one goes before
+        seconds += 10 + sum(row_s) + tokens * token_s
+    return max(1, round(1.5 * len(settings.kv_dtypes) * seconds / 60))  # some rows are taken again
 
 
 More = Callable[[ModelBench, list[MachineLimits]], list[Row]]
@@ -188,16 +214,19 @@ def run(
     settings: ModelSettings,
     progress: Progress = lambda _: None,
     more: More = lambda bench, limits: [],
+    tell: Tell = lambda lines: None,
 ) -> Report:
     """Measure everything and return the report. Threads are put back as they were.
 
-    `more` measures further rows of the model in the first pair of formats.
+    `more` measures further rows of the model in the first pair of formats. `tell` takes the lines
+    of the report as they come, all but `report.closing_lines`.
     """
 
     def rows(ws: Workspace, limits: list[MachineLimits]) -> dict[str, Any]:
         found: list[Row] = []
         models: list[dict[str, Any]] = []
         pairs, choices = _chosen(settings, progress)
+        tell(["", *report.choice_lines(choices)])
         for number, (weights, head) in enumerate(pairs):
             progress(f"making {settings.model or settings.dummy}, {weights} + {head} head")
             made = BenchModel(
@@ -209,15 +238,18 @@ def run(
                 attention=settings.attention,
             )
             models.append(_describe(made))
+            tell([report.weights_line(settings.model or settings.dummy, models[-1])])
             progress(f"timing {made.label}")
             bench = ModelBench(ws, made, settings)
-            found += _rows(bench, limits, first=number == 0)
+            for row in _rows(bench, limits, first=number == 0):
+                tell(report.row_lines(row, found[-1] if found else None))
+                found.append(row)
             found += more(bench, limits) if number == 0 else []
             del bench, made  # before the next one is made
         return {"models": models, "rows": found, "weight_choices": choices}
 
     return measured(
-        "model", settings, lambda: Workspace(settings.cold_mib << 20, 0), rows, progress
+        "model", settings, lambda: Workspace(settings.cold_mib << 20, 0), rows, progress, tell
     )
 
 

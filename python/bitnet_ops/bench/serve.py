@@ -29,7 +29,7 @@ import torch
 
 from bitnet_ops import _runtime, machine
 from bitnet_ops.bench.harness import percentile
-from bitnet_ops.errors import BitNetError
+from bitnet_ops.errors import BitNetError, counted
 from bitnet_ops.generate.engine import Event, Limits, NewToken, SamplingParams
 from bitnet_ops.generate.turns import EngineThread
 from bitnet_ops.language_model import LanguageModel
@@ -91,11 +91,11 @@ def run(settings: ServeSettings, open_model: Callable[[], LanguageModel], progre
         texts = Texts(lm, settings)
         streams = []
         for count in settings.streams:
-            progress(f"{count} streams")
+            progress(counted(count, "stream"))
             streams.append(_streams(address, lm, texts, count, settings))
         arrivals = []
         for rate in settings.rates:
-            progress(f"{rate:g} requests a second")
+            progress(f"{rate:g} request{'s' * (rate != 1)} a second")
             arrivals.append(_arrivals(address, texts, rate, settings))
     return {
         "schema": "bitnet_ops.bench.serve",
@@ -331,7 +331,7 @@ def lines(result: dict[str, Any]) -> list[str]:
     """The report for people."""
     of = result["machine"]
     found = [
-        f"{of['cpu']}, {of['isa']}, {of['threads']} threads, load {of['load']}",
+        f"{of['cpu']}, {of['isa']}, {counted(of['threads'], 'thread')}, load {of['load']}",
         result["model"],
     ]
     if result["streams"]:

@@ -18,8 +18,10 @@ from bitnet_ops.bench import report
 from bitnet_ops.bench.harness import Budget, Timed, interleave
 from bitnet_ops.bench.limits import MachineLimits, measure_all_limits, ping_pong_ns
 from bitnet_ops.bench.memory import Workspace
+from bitnet_ops.errors import counted
 
 Progress = Callable[[str], None]
+Tell = Callable[[list[str]], None]  # takes lines of the report as they come
 
 
 class Settings(Protocol):
@@ -35,11 +37,12 @@ def measured(
     make_workspace: Callable[[], Workspace],
     measure: Callable[[Workspace, list[MachineLimits]], dict[str, Any]],
     progress: Progress,
+    tell: Tell = lambda lines: None,
 ) -> report.Report:
     """The report of `bench <kind>`; threads are put back as they were.
 
     measure: with memory and the limits of every thread count, the `rows` and whatever else the
-    report has; `ok` if a result may be wrong.
+    report has; `ok` if a result may be wrong. tell: takes the lines about the machine, first.
     """
     before, start = torch.get_num_threads(), time.perf_counter()
     progress("filling memory")
@@ -49,10 +52,11 @@ def measured(
         with torch.inference_mode():
             progress("limits")
             limits = measure_all_limits(ws.ternary, settings.threads, Budget(0.5))
+            shown = [one.to_dict() for one in limits]
+            tell(report.header_lines({"environment": env, "limits": shown}))
             found = measure(ws, limits)
     finally:
         torch.set_num_threads(before)
-    shown = [one.to_dict() for one in limits]
     return {
         "schema": f"bitnet_ops.bench.{kind}",
         "schema_version": report.SCHEMA_VERSION,
@@ -102,19 +106,20 @@ def describe(ws: Workspace, threads: list[int]) -> dict[str, Any]:
 def warnings(environment: dict[str, Any], limits: list[dict[str, Any]]) -> list[str]:
     """What a reader of the figures has to know before believing them."""
     found = [
-        f"no limits for {limit['threads']} thread(s): others had the CPUs, or more threads read "
-        "less than fewer; believe no row of that count"
+        f"no limits for {counted(limit['threads'], 'thread')}: others had the CPUs, or more "
+        "threads read less than fewer; believe no row of that count"
         for limit in limits
         if limit["unstable"]
     ]
     load, cpus = environment["load_average"], environment["cpus_available"]
     if load is not None and load[0] > cpus / 2:
         found.append(
-            f"load average {load[0]:g} on {cpus} CPUs: other processes run; use the ratios only"
+            f"load average {load[0]:g} on {counted(cpus, 'CPU')}: other processes run; use the "
+            "ratios only"
         )
     most = max(environment["threads"])
     if most > cpus:
-        found.append(f"{most} threads on {cpus} CPUs: threads wait for each other")
+        found.append(f"{most} threads on {counted(cpus, 'CPU')}: threads wait for each other")
     last_cache = max(environment["cache_bytes"].values(), default=0)
     if environment["cold_bytes"][0] < 4 * last_cache:
         found.append(

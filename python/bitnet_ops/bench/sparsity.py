@@ -24,7 +24,7 @@ from bitnet_ops.bench.pinning import use_threads
 from bitnet_ops.bench.report import Report, Row
 from bitnet_ops.bench.session import Progress, measured
 from bitnet_ops.dummy import model as dummy
-from bitnet_ops.errors import BitNetError
+from bitnet_ops.errors import BitNetError, counted
 from bitnet_ops.models import Decoder
 from bitnet_ops.nn.kv_cache import KVCache
 
@@ -124,7 +124,7 @@ def run(settings: SparsitySettings, progress: Progress = lambda _: None) -> Repo
         found: list[Row] = []
         for threads in settings.threads:
             for share in settings.shares:
-                progress(f"{threads} threads, {share:.0%} of the inputs 0")
+                progress(f"{counted(threads, 'thread')}, {share:.0%} of the inputs 0")
                 found += _rows(models, settings, share, threads)
         slow = any("slow" in row["flags"] for row in found)
         return {"ok": not (settings.check and slow), "rows": found}
@@ -149,7 +149,7 @@ def plot(found: Report, file: Path) -> None:
             x = [row["zeros"] for row in rows]
             axes.plot(x, [row["times_dense"]["median"] for row in rows], "o-", label=policy)
         axes.axhline(1, color="grey", linewidth=0.8)
-        title = f"{count} thread{'s' if count > 1 else ''}"
+        title = counted(count, "thread")
         axes.set(xlabel="codes of down's input that are 0", title=title)
         axes.grid(alpha=0.3)
     fields[0].set_ylabel("speed of a decode step, dense = 1")

@@ -23,8 +23,9 @@ from bitnet_ops.bench.shapes import (
     parse_words,
 )
 from bitnet_ops.cli.arguments import UsageError, add_force, add_json
-from bitnet_ops.cli.terminal import print_result, progress_line
+from bitnet_ops.cli.terminal import print_lines, print_result, progress_line
 from bitnet_ops.dummy.configs import CONFIGS
+from bitnet_ops.errors import counted
 
 if TYPE_CHECKING:
     from bitnet_ops.bench.attention import AttentionSettings
@@ -445,9 +446,17 @@ def run(args: argparse.Namespace) -> int:
         if type(error) is not ValueError:  # a model that cannot be read
             raise
         raise UsageError(f"bench {args.kind}: {error}") from error
+    if args.kind == "model" and args.model is None and not args.json:
+        about = counted(run_model.about_minutes(settings), "minute")
+        print_lines([f"synthetic {settings.dummy}, about {about}; name a MODEL to measure yours"])
     with progress_line() as progress, pinned():
-        result = measure(settings, progress)
-    print_result(result, report.lines(result), as_json=args.json)
+        if args.kind == "model" and not args.json:
+            result = run_model.run(settings, progress, tell=progress.print_lines)
+            lines = report.closing_lines(result)
+        else:
+            result = measure(settings, progress)
+            lines = report.lines(result)
+    print_result(result, lines, as_json=args.json)
     if args.output:
         report.write_json(result, args.output, replace=args.force)
     if args.kind == "attention" and args.plot:

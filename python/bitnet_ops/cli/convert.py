@@ -90,7 +90,8 @@ def check(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns 0. A ConvertError says why not; the command line prints it."""
-    return show(partial(_convert, args), as_json=args.json, wrote=args.destination)
+    doing = f"converting {args.source}"
+    return show(partial(_convert, args), doing, as_json=args.json, wrote=args.destination)
 
 
 def _convert(args: argparse.Namespace, progress: Progress | None) -> ConvertReport:

@@ -26,8 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns 0."""
+    from bitnet_ops.convert.progress import progress_bar
     from bitnet_ops.dummy.model import write
 
-    file = write(args.name, args.destination, seed=args.seed, force=args.force)
+    with progress_bar(f"writing {args.destination}") as progress:
+        options = {"seed": args.seed, "force": args.force}
+        file = write(args.name, args.destination, **options, progress=progress)
     print_lines([f"wrote {file}"])
     return 0

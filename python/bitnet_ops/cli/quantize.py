@@ -50,4 +50,4 @@ def run(args: argparse.Namespace) -> int:
         verify=args.verify,
         force=args.force,
     )
-    return show(work, as_json=args.json, wrote=args.destination)
+    return show(work, f"ternarising {args.source}", as_json=args.json, wrote=args.destination)

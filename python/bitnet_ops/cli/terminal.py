@@ -17,10 +17,13 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import Any, NoReturn, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO
 
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.untrusted import json_text, printable
+
+if TYPE_CHECKING:
+    from rich.status import Status
 
 
 class TextError(BitNetError, ValueError):
@@ -124,32 +127,63 @@ class Report(Protocol):
     def lines(self) -> list[str]: ...
 
 
-def show(work: Callable[..., Report], *, as_json: bool, wrote: str | None = None) -> int:
+def show(
+    work: Callable[..., Report], doing: str = "working", *, as_json: bool, wrote: str | None = None
+) -> int:
     """Call `work(progress=...)`, the bar to advance or None, and print its report; returns 0.
 
-    `wrote`: the destination, where the lines of the report do not name it.
+    doing: what that is, for where no bar can move; wrote: the destination, where the lines of the
+    report do not name it.
     """
     from bitnet_ops.convert.progress import progress_bar
 
-    with progress_bar(enabled=sys.stderr.isatty() and not as_json) as progress:
+    with progress_bar(doing, enabled=not as_json) as progress:
         report = work(progress=progress)
     lines = [*([f"wrote {wrote}"] if wrote else []), *report.lines()]
     print_result(report.to_dict(), lines, as_json=as_json)
     return 0
 
 
+class ProgressLine:
+    """Called with what is being done. `print_lines`: of the result, while that goes on."""
+
+    def __init__(self, status: Status | None) -> None:
+        self._status = status  # the line of a terminal
+        self.text = "starting"
+
+    def __call__(self, text: str) -> None:
+        self.text = text
+        if self._status is not None:
+            from rich.text import Text
+
+            # rich redraws from a thread of its own; a slow rate keeps it out of measurements
+            self._status.update(Text(printable(text)), speed=0.1)
+
+    def print_lines(self, lines: Iterable[object]) -> None:
+        if self._status is not None:
+            self._status.stop()  # it has taken stdout's place, too
+        print_lines(lines)
+        if self._status is not None:
+            self._status.start()
+
+
 @contextlib.contextmanager
-def progress_line() -> Iterator[Callable[[str], None]]:
-    """A line on a terminal's stderr that says what is being done; gone at its end."""
+def progress_line() -> Iterator[ProgressLine]:
+    """A line on a terminal's stderr that says what is being done; gone at its end.
+
+    Elsewhere what takes long is said in lines that stay.
+    """
     if not sys.stderr.isatty():
-        yield lambda _: None
+        from bitnet_ops.convert.progress import told_when_slow
+
+        line = ProgressLine(None)
+        with told_when_slow(lambda: line.text):
+            yield line
         return
     from rich.console import Console
-    from rich.text import Text
 
     with Console(stderr=True).status("starting") as status:
-        # rich redraws from a thread of its own; a slow rate keeps it out of measurements
-        yield lambda text: status.update(Text(printable(text)), speed=0.1)
+        yield ProgressLine(status)
 
 
 def print_result(value: dict[str, Any], lines: Iterable[object], *, as_json: bool) -> None:
@@ -162,7 +196,7 @@ def print_result(value: dict[str, Any], lines: Iterable[object], *, as_json: boo
 
 def print_lines(lines: Iterable[object]) -> None:
     """Lines for people on stdout."""
-    print("\n".join(map(printable, lines)))
+    print("\n".join(map(printable, lines)), flush=True)
 
 
 def print_json(value: Any, indent: int | None = None) -> None:

@@ -177,6 +177,8 @@ def _run(
         report = _report(source, folder, totals)
         if proof is not None:
             text = proof[0]
+            if progress is not None:
+                progress(report.tensors, report.tensors, "comparing with the source")
             _prove(source, folder, report, None if text is None else Path(text))
         for file in source.files().values():
             if file in before and stamp(file) != before[file]:

@@ -14,7 +14,7 @@ import itertools
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from bitnet_ops.models import Decoder, TensorSpec, build, expected_tensors
 from bitnet_ops.models.tensors import ROTATION
 from bitnet_ops.nn.packing import BLOCK, PackedWeight, packed_row_bytes
 from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT
+
+if TYPE_CHECKING:
+    from bitnet_ops.convert.progress import Progress
 
 _NONZERO = 0.6  # share of the codes that are -1 or +1
 _EMBEDDING_STD = 0.02
@@ -74,11 +77,17 @@ def matrices(name: str) -> Matrices:
 
 
 def write(
-    name: str, directory: str | os.PathLike[str], *, seed: int = 0, force: bool = False
+    name: str,
+    directory: str | os.PathLike[str],
+    *,
+    seed: int = 0,
+    force: bool = False,
+    progress: Progress | None = None,
 ) -> Path:
     """Write the model `name` as `directory`/model.bin, with a tokenizer; returns the file.
 
-    `force`: replace `directory` if it holds an earlier result. Raises destination.DestinationError
+    `force`: replace `directory` if it holds an earlier result; `progress`: called as progress(done,
+    total, tensor_name) before each tensor. Raises destination.DestinationError
     for one that is there, sglbitnt.SglbitntError for what the file system rejects.
     """
     model_config = config(name)
@@ -87,16 +96,23 @@ def write(
     target.parent.mkdir(parents=True, exist_ok=True)
     with destination.new_folder(target, replace=force) as folder:
         specs, grouped = expected_tensors(model_config), name in GROUPED
-        _write_model(folder / sglbitnt.MODEL_FILE, source, specs, seed, grouped)
+        _write_model(folder / sglbitnt.MODEL_FILE, source, specs, seed, grouped, progress)
     return target / sglbitnt.MODEL_FILE
 
 
 def _write_model(
-    file: Path, source: dict[str, Any], specs: dict[str, TensorSpec], seed: int, grouped: bool
+    file: Path,
+    source: dict[str, Any],
+    specs: dict[str, TensorSpec],
+    seed: int,
+    grouped: bool,
+    progress: Progress | None,
 ) -> None:
     pool = _pool(specs, seed)
     with sglbitnt.Writer(file, source, len(specs), specs) as writer:
-        for tensor_name, spec in specs.items():
+        for done, (tensor_name, spec) in enumerate(specs.items()):
+            if progress is not None:
+                progress(done, len(specs), tensor_name)
             tensor = _tensor(tensor_name, spec, pool, grouped)
             if isinstance(tensor, PackedWeight):
                 parts = tensor.weight, tensor.scale, tensor.in_features, tensor.group_size

@@ -277,7 +277,7 @@ def _convert(source: Path, target: Path) -> None:
     making = Path(tempfile.mkdtemp(prefix=f".{target.name}.making-", dir=target.parent))
     try:
         made = making / "model"
-        with progress_bar(enabled=on_terminal) as progress:
+        with progress_bar(told) as progress:
             convert(source, made, progress=progress)
         if _name(source) != target.name:
             raise LoadError(
