@@ -22,6 +22,7 @@ from torch import Tensor
 from bitnet_ops.arguments import check_flag, check_kind, check_megabytes, check_path, shown
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.sparsity import read_sparsity
+from bitnet_ops.errors import counted
 from bitnet_ops.formats import sglbitnt
 from bitnet_ops.generate.chat import RunIds, check_options_kind, whole_answer, without_oldest_turn
 from bitnet_ops.generate.engine import Engine, Limits, Run, check_adapter, token_ids
@@ -457,7 +458,7 @@ class Conversation:
         self.dropped = 0
 
     def __repr__(self) -> str:
-        return f"Conversation({len(self.messages)} messages)"
+        return f"Conversation({counted(len(self.messages), 'message')})"
 
     @property
     def opening(self) -> str:

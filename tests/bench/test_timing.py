@@ -263,7 +263,7 @@ def test_warnings_name_what_spoils_results() -> None:
         ({"load_average": [1.1, 0, 0]}, even, "other processes run; use the ratios only"),
         ({"cold_bytes": [64 << 20, 0]}, even, "cold rows may be warm"),
         ({"threads": [4]}, even, "4 threads on 2 CPUs"),
-        ({}, waiting, "no limits for 2 thread(s)"),
+        ({}, waiting, "no limits for 2 threads"),
     ):
         (warning,) = session.warnings(quiet | change, found_limits)
         assert words in warning

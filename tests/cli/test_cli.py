@@ -70,7 +70,7 @@ def test_generate_prints_the_same_text_on_every_isa(isa: str) -> None:
     assert figures.endswith("48 tokens (-n)")
     assert f"prompt {len(CASE['prompt_ids'])} tokens | first token " in figures
     assert "48 tokens, " in figures and " tokens/s | " in figures
-    assert f"{isa or ISAS[0]}, 1 threads" in figures
+    assert f"{isa or ISAS[0]}, 1 thread | " in figures
 
 
 @pytest.mark.parametrize("threads", ["1", "2"])

@@ -92,6 +92,11 @@ USAGE: list[tuple[str, str]] = [
     # commands and options that are none, with the nearest one
     ("train", "expected a command among generate, chat"),
     ("generte", "did you mean generate?"),
+    # commands of other programs, with the one that does it here
+    ("run my-model", "expected a command, got run; here `bitnet-ops chat MODEL`"),
+    ("pull org/name", "`bitnet-ops chat ORG/NAME`"),
+    ("list", "`bitnet-ops cache list`"),
+    ("ls", "`bitnet-ops cache list`"),
     ("generate x --beams 4", "expected an option of this command, got --beams"),
     ("generate x --tempreature 1", "did you mean --temperature?"),
     ("generate x --temper 1", "got --temper; did you mean --temp"),  # a beginning is none
@@ -179,6 +184,12 @@ def test_nothing_is_guessed_where_nothing_is_like_it(capsys: pytest.CaptureFixtu
         (["convert", "/nowhere", "/nowhere2"], "[source-missing]"),
         (["export", "/nowhere", "/nowhere2"], "[io]"),
         (["inspect", "/nowhere"], "/nowhere"),
+        # before an address or anything else is promised
+        (["serve", "/nowhere/model"], "got no such file or directory [load]"),
+        (["serve", "--model", "a=org/name"], "HF_HUB_OFFLINE is set, got no copy of it"),
+        (["serve", "--adapter", "a=/nowhere"], "[lora]"),
+        (["serve", "--lora", "/nowhere"], "[lora]"),
+        (["serve", __file__], "[magic]"),
     ],
 )
 def test_failures_have_the_same_style_and_status_1(

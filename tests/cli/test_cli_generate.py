@@ -11,12 +11,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from bitnet_ops import machine
 from bitnet_ops.cli import main
 from bitnet_ops.cli.generate import looks_like_a_model
 from bitnet_ops.cli.terminal import TextError, checked
+from bitnet_ops.generate.engine import Engine
 from bitnet_ops.language_model import DEMO_DIR
+from isa_control import torch_threads
 
 PROMPT, CONTINUED = "And God said unto", " him, Thou"
 
@@ -108,7 +111,7 @@ def test_every_way_to_say_model_and_prompt(
 def test_an_empty_prompt_is_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
     """Behind the model's bos token; it is not the folder at hand, which Path("") is."""
     assert main(["generate", "", "-n", "3"]) == 0
-    assert "prompt 1 tokens" in capsys.readouterr().err
+    assert "prompt 1 token |" in capsys.readouterr().err
 
 
 def test_aliases_do_what_they_stand_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,3 +299,33 @@ def test_a_number_that_torch_could_not_find_out_is_set(monkeypatch: pytest.Monke
         monkeypatch.delenv("OMP_THREAD_LIMIT", raising=False)
     monkeypatch.setenv("MKL_NUM_THREADS", "1")
     assert machine.wanted_threads() is None, "which torch follows"
+
+
+@pytest.mark.parametrize("command", [["generate", PROMPT], ["chat", "--plain"]])
+def test_an_answer_that_breaks_off_ends_its_line_in_a_file(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Engine._step
+    steps = iter([True, True])
+
+    def broken(engine: Engine) -> None:
+        if not next(steps, False):
+            raise ValueError("engine: expected a step, got none")
+        whole(engine)
+
+    monkeypatch.setattr(Engine, "_step", broken)
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+    assert main([*command, "-n", "8", "--temp", "0"]) == 1
+    out, err = capsys.readouterr()
+    shown = PROMPT if command[0] == "generate" else ""
+    assert out == f"{shown} him,\n" and "expected a step" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_count_of_one_is_no_plural(count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with torch_threads(torch.get_num_threads()):
+        assert main(["generate", PROMPT, "-n", str(count), "-t", str(count)]) == 0
+    figures = capsys.readouterr().err
+    s = "" if count == 1 else "s"
+    assert f" | {count} token{s}" in figures and f"{count} thread{s} | " in figures
+    assert figures.endswith(f"the limit of {count} token{s} (-n)\n")

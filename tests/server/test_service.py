@@ -8,6 +8,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import httpx
 import pytest
 
 import bitnet_ops
-from bitnet_ops.language_model import LanguageModel
+from bitnet_ops.language_model import DEMO_DIR, LanguageModel
 from bitnet_ops.server.exchange import AskError
 from bitnet_ops.server.gate import Gate
 from served import app_of, scripted_lm, serving
@@ -411,9 +412,12 @@ def test_killed_at_any_moment_nothing_wrong_is_served_afterwards(tmp_path: Any) 
 
 
 def test_a_model_that_cannot_be_opened_ends_the_server(tmp_path: Any) -> None:
+    shutil.copy(DEMO_DIR / "model.bin", tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")  # seen while it is loaded, not before
     command = [sys.executable, "-m", "bitnet_ops", "serve", "--port", "0", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "error: " in done.stderr.splitlines()[-1]
+    first, *_, last = done.stderr.splitlines()
+    assert done.returncode == 1 and first.startswith("loading; then http") and "error: " in last
     assert "Traceback" not in done.stderr
 
 

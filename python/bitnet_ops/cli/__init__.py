@@ -39,6 +39,25 @@ COMMANDS = {
     "bench": ("bitnet_ops.cli.bench", "measure the kernels against this machine's limits"),
 }
 
+# Commands of other programs that people type here -> what to know.
+_RUN = "`bitnet-ops chat MODEL` converses, `bitnet-ops generate MODEL TEXT` continues a text"
+_PULL = "a Hugging Face id is downloaded where it is named: `bitnet-ops chat ORG/NAME`"
+_LIST = "`bitnet-ops cache list` shows conversions that were kept; other models are your folders"
+_OF_OTHERS = {
+    "run": _RUN,
+    "pull": _PULL,
+    "download": _PULL,
+    "list": _LIST,
+    "ls": _LIST,
+    "rm": "`bitnet-ops cache prune` removes conversions that were kept",
+    "show": "`bitnet-ops inspect MODEL` lists what a model holds",
+    "create": "`bitnet-ops convert SRC DST` makes a model",
+    "ps": "nothing runs in the background; the page /status shows what a server does",
+    "stop": "nothing runs in the background; Ctrl-C ends a server",
+    "start": "`bitnet-ops serve MODEL` starts a server",
+    "help": "`bitnet-ops --help` lists the commands",
+}
+
 # 1: it was tried and failed, or the answer is no (models differ, a goal is missed, a problem is
 # found). 2: the words on the command line are wrong. 141 as a shell counts a broken pipe.
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE = 1, 2, _interrupt.EXIT_INTERRUPTED, 141
@@ -69,6 +88,8 @@ def build_parser(command: str | None) -> Parser:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     command = next((a for a in argv if not a.startswith("-")), None)
     if command is not None and command not in COMMANDS:
+        if command in _OF_OTHERS:
+            raise UsageError(f"expected a command, got {command}; here {_OF_OTHERS[command]}")
         guess = did_you_mean(command, COMMANDS) or "; see bitnet-ops --help"
         raise UsageError(f"expected a command among {', '.join(COMMANDS)}, got {command}{guess}")
     parser = build_parser(command)

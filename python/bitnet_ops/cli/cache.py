@@ -8,6 +8,7 @@ from typing import Any
 
 from bitnet_ops.cli.arguments import add_json, integer
 from bitnet_ops.cli.terminal import print_result
+from bitnet_ops.errors import counted
 
 _DAY_S = 86400
 _DAYS = 30
@@ -54,5 +55,6 @@ def _lines(report: dict[str, Any]) -> list[str]:
             f"{row['bytes'] / 2**20:10,.1f} MiB  {day}  {row['path']}"
             for row, day in zip(rows, days, strict=True)
         ),
-        f"{what}: {len(rows)} conversions, {total / 2**20:,.1f} MiB, in {report['cache']}",
+        f"{what}: {counted(len(rows), 'conversion')}, {total / 2**20:,.1f} MiB, in "
+        f"{report['cache']}",
     ]

@@ -32,6 +32,7 @@ from bitnet_ops.cli.generate import (
     why_it_ended,
 )
 from bitnet_ops.cli.terminal import TextError, checked, print_error, print_text, say
+from bitnet_ops.errors import counted
 from bitnet_ops.generate.chat import END_OF_THOUGHT, THINK
 
 if TYPE_CHECKING:
@@ -256,10 +257,8 @@ class _Chat(_Plain):
         self.stream, self.opening = self.conversation.last, self.conversation.opening
         if self.conversation.dropped:
             context = self.lm.config.max_position_embeddings
-            say(
-                f"note: the context of {context} tokens is full; the oldest "
-                f"{self.conversation.dropped} messages are forgotten"
-            )
+            dropped = counted(self.conversation.dropped, "message")
+            say(f"note: the context of {context} tokens is full; forgotten: the oldest {dropped}")
         return pieces
 
 
@@ -309,15 +308,19 @@ def _answer(turns: _Plain, text: str, stats: bool) -> bool:
 
     Ctrl-C stops the answer, which is kept as far as it came.
     """
+    shown = False
     try:
         pieces = cast(Generator[str, None, None], turns.say(text))
         with contextlib.closing(pieces):
             for piece, thought in _thoughts_apart(turns.opening, pieces):
                 print_text(piece, dim=thought)
+                shown = True
     except KeyboardInterrupt:
         if not sys.stdin.isatty():
             raise
     except ValueError as error:
+        if shown:
+            print_text("", end="\n")
         print_error(error)
         return False
     print_text("", end="\n")

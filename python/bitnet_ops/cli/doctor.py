@@ -22,7 +22,7 @@ from bitnet_ops import _runtime, machine
 from bitnet_ops.cli.arguments import add_json
 from bitnet_ops.cli.terminal import print_result
 from bitnet_ops.cli.vllm import CPU_BUILD, gpu_build
-from bitnet_ops.errors import BitNetError
+from bitnet_ops.errors import BitNetError, counted
 
 SCHEMA_VERSION = 2
 _GIB = 1 << 30
@@ -250,10 +250,12 @@ def _thread_problems(threads: Facts) -> list[Problem]:
         remedy = f"unset {names}; use taskset or numactl on the process"
         found.append(("warning", problem, remedy))
     if used > available:
-        problem = f"torch uses {used} threads, {available} can run at the same time"
+        problem = f"torch uses {counted(used, 'thread')}, {available} can run at the same time"
         found.append(("warning", problem, f"set OMP_NUM_THREADS={available}"))
     elif used < most:
-        problem = f"torch uses {used} of {most} threads that can run on cores of their own"
+        problem = (
+            f"torch uses {used} of {counted(most, 'thread')} that can run on cores of their own"
+        )
         remedy = "raise or unset OMP_NUM_THREADS and MKL_NUM_THREADS"
         found.append(("warning", problem, remedy))
     elif alone is not None and alone < most:
@@ -415,7 +417,7 @@ def _process_rows(facts: Facts) -> list[tuple[str, str]]:
         (
             "threads",
             f"torch {threads['torch']}; CPUs {threads['logical_cpus']}, in the affinity mask "
-            f"{len(threads['affinity'])} on {threads['physical_cores']} cores, quota "
+            f"{len(threads['affinity'])} on {counted(threads['physical_cores'], 'core')}, quota "
             f"{'none' if quota is None else f'{quota:g}'}; "
             f"load {'unknown' if load is None else load[0]}",
         ),

@@ -24,6 +24,7 @@ from bitnet_ops.cli.terminal import (
     say,
     without_line_end,
 )
+from bitnet_ops.errors import counted
 from bitnet_ops.nn.storage import (
     ACTIVATION_FORMATS,
     DEFAULT_KV_TYPE,
@@ -353,7 +354,8 @@ def open_model(
     if args.threads is not None:
         torch.set_num_threads(args.threads)
         if args.threads > (most := machine.cpus_available()):
-            say(f"note: {args.threads} threads on {most} CPUs wait for each other; try -t {most}")
+            cpus = counted(most, "CPU")
+            say(f"note: {args.threads} threads on {cpus} wait for each other; try -t {most}")
     with progress_line() as progress:
         progress("loading the model")
         lm = load(
@@ -400,9 +402,10 @@ def figures(stream: TextStream) -> str:
     reused = f" ({t.reused_tokens} cached)" if t.reused_tokens else ""
     speed = f", {t.decode_tokens_per_s:.1f} tokens/s" if t.decoded_tokens else ""
     return (
-        f"prompt {t.prompt_tokens} tokens{reused} | first token {1000 * t.first_token_s:.1f} ms | "
-        f"{t.new_tokens} tokens{speed} | {_runtime.isa()}, "
-        f"{torch.get_num_threads()} threads"
+        f"prompt {counted(t.prompt_tokens, 'token')}{reused} | "
+        f"first token {1000 * t.first_token_s:.1f} ms | "
+        f"{counted(t.new_tokens, 'token')}{speed} | {_runtime.isa()}, "
+        f"{counted(torch.get_num_threads(), 'thread')}"
     )
 
 
@@ -413,8 +416,8 @@ def why_it_ended(lm: LanguageModel, stream: TextStream, options: dict[str, Any])
     reasons = {
         "": "it was interrupted",
         "stop": f"the stop text {text!r}" if isinstance(text, str) else "the model's own end",
-        "length": f"the limit of {options['max_new_tokens']} tokens (-n)",
-        "context": f"the model's context of {context} tokens is full",
+        "length": f"the limit of {counted(options['max_new_tokens'], 'token')} (-n)",
+        "context": f"the model's context of {counted(context, 'token')} is full",
     }
     return f"ended: {reasons.get(reason, reason)}"
 
@@ -493,6 +496,10 @@ def _print_stream(prompt: str, stream: TextStream) -> int:
             shown = True  # the prompt waits for the first token, so that an error stands alone
     except KeyboardInterrupt:
         status = 130
+    except Exception:
+        if shown:
+            print_text("", end="\n")  # what came is a line, also in a file
+        raise
     print_text("" if shown else prompt, end="\n")
     return status
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from bitnet_ops.cli.arguments import add_json
 from bitnet_ops.cli.terminal import print_result
+from bitnet_ops.errors import counted
 
 # of the private block: not shown as they stand
 _APART = ("format_version", "verified")
@@ -116,7 +117,7 @@ def _summary(report: dict[str, Any]) -> list[str]:
     t = report["totals"]
     lines = [
         f"{report['file']}: {report['kind']}, {report['bytes']} bytes, "
-        f"model_type {report['model_type']!r}, {t['tensors']} tensors",
+        f"model_type {report['model_type']!r}, {counted(t['tensors'], 'tensor')}",
         f"dense   {t['dense_tensors']:>5} tensors {t['dense_parameters']:>13} parameters "
         f"{t['dense_bytes']:>13} bytes",
     ]

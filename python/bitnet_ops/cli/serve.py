@@ -185,7 +185,10 @@ def _name_of(path: str | None) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM or Ctrl-C."""
+    """Serve until SIGTERM or Ctrl-C. What was named wrongly is said before anything is promised."""
+    from bitnet_ops.loading.resolve import check_name
+    from bitnet_ops.nn.lora import read_adapter
+
     needed = "fastapi", "uvicorn", "httptools", "llguidance", "prometheus_client"
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         raise ServerMissingError(
@@ -193,8 +196,14 @@ def run(args: argparse.Namespace) -> int:
             f"{install('server')}"
         )
     keys = _keys(args.api_key_file)
+    for path in args.named.values():
+        if path is not None:
+            check_name(path, convert=args.convert)
+    for folder in [*args.adapters.values(), *([args.lora] if args.lora else [])]:
+        read_adapter(folder)
     listener = _listener(args.host, args.port)
-    from bitnet_ops.server.run import serve  # FastAPI takes half a second to import
+    # now that nothing is wrong: FastAPI takes half a second to import
+    from bitnet_ops.server.run import serve
 
     host, port = listener.getsockname()[:2]
     shown = "localhost" if machine.is_loopback(args.host) else args.host

@@ -18,6 +18,7 @@ from bitnet_ops import ops
 from bitnet_ops.config import PRIVATE_BLOCK
 from bitnet_ops.convert.errors import said_by
 from bitnet_ops.convert.inspect import Contents, Values, open_source
+from bitnet_ops.errors import counted
 from bitnet_ops.nn.packing import spread_scales
 from bitnet_ops.nn.storage import GROUP_SIZES
 
@@ -155,11 +156,12 @@ def lines(report: Mapping[str, Any]) -> list[str]:
     out += [f"{row['name']}: {_words(row)}" for row in report["tensors"]]
     differ = len(report["tensors"])
     if report["equal"]:
-        return [*out, f"equal: {report['same']} tensors and the config"]
+        return [*out, f"equal: {counted(report['same'], 'tensor')} and the config"]
     return [
         *out,
-        f"{report['same']} tensors equal, {differ} differ, {len(report['only_a'])} only in a, "
-        f"{len(report['only_b'])} only in b, {len(report['config'])} differences in the config",
+        f"{counted(report['same'], 'tensor')} equal, {differ} differ, "
+        f"{len(report['only_a'])} only in a, {len(report['only_b'])} only in b, "
+        f"{counted(len(report['config']), 'difference')} in the config",
     ]
 
 

@@ -29,6 +29,7 @@ from bitnet_ops.convert.progress import Progress
 from bitnet_ops.convert.report import ConvertReport
 from bitnet_ops.convert.ternary import check_finite, from_masters
 from bitnet_ops.convert.write import building, check_destination, convert
+from bitnet_ops.errors import counted
 from bitnet_ops.formats.destination import MODEL_FOLDER, TOKENIZER_FILES, folder_kind
 from bitnet_ops.formats.safetensors_stream import write_safetensors
 from bitnet_ops.nn.packing import absmean_scale, pack_hf
@@ -367,8 +368,8 @@ class TextMeasurement:
 
     def line(self) -> str:
         return (
-            f"loss on the text ({self.tokens} tokens): {self.loss_ternary:.4f} nats per token "
-            f"rounded to ternary, {self.loss_unrounded:.4f} unrounded"
+            f"loss on the text ({counted(self.tokens, 'token')}): {self.loss_ternary:.4f} nats per "
+            f"token rounded to ternary, {self.loss_unrounded:.4f} unrounded"
         )
 
 

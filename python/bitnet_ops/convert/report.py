@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from bitnet_ops.convert.source import Uneven
+from bitnet_ops.errors import counted
 from bitnet_ops.formats.destination import REPORT_FILE, SUMMARY_FILE
 from bitnet_ops.untrusted import json_text, printable
 
@@ -91,7 +92,7 @@ class ConvertReport:
         result = [
             f"{self.model_type}, {self.linear_class} {self.quantization_mode}"
             + (" (assumed)" if self.assumed_online else ""),
-            f"{self.tensors} tensors: {t.projections} ternary ({t.weights:,} weights, "
+            f"{counted(self.tensors, 'tensor')}: {t.projections} ternary ({t.weights:,} weights, "
             f"{100 * t.zeros / max(t.weights, 1):.1f} % zeros, scales {t.smallest_scale:.4g} to "
             f"{t.largest_scale:.4g}), {self.dense_parameters:,} parameters dense",
             f"{self.source_bytes:,} bytes -> {self.output_bytes:,} bytes in {self.seconds:.1f} s",
@@ -132,7 +133,7 @@ def proof_line(proof: dict[str, Any]) -> str:
     noise = "" if (alone := proof.get("noise")) is None else _own_noise(alone)
     return (
         f"verified against {proof['oracle']}: {proof['weights_different']} of {proof['weights']:,} "
-        f"weights differ; {figures['tokens']} tokens: largest logit difference "
+        f"weights differ; {counted(figures['tokens'], 'token')}: largest logit difference "
         f"{figures['max_abs_logit_difference']:.3g} ({figures['relative_logit_difference']:.2g} of "
         f"the largest), top-1 {100 * figures['top1_agreement']:.1f} %, loss "
         f"{figures['loss_ours']:.4f} against {figures['loss_reference']:.4f} (perplexity "

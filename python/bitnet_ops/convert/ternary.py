@@ -13,6 +13,7 @@ from bitnet_ops import ops
 from bitnet_ops.config.scheme import Scheme
 from bitnet_ops.convert.errors import reject
 from bitnet_ops.convert.source import Uneven
+from bitnet_ops.errors import counted
 from bitnet_ops.nn.packing import BLOCK, MIN_SCALE, multiplying_scale, unpack_hf
 from bitnet_ops.nn.storage import GROUP_SIZES
 
@@ -159,7 +160,8 @@ def damage(warnings: list[str]) -> list[str]:
     """One sentence for all that `implausible` and `implausible_dense` have found, if anything."""
     if not warnings:
         return []
-    more = f"; {len(warnings) - 1} more tensors are like it" if len(warnings) > 1 else ""
+    others = counted(len(warnings) - 1, "more tensor is", "more tensors are")
+    more = f"; {others} like it" if len(warnings) > 1 else ""
     return [f"{warnings[0]}{more}: the source is damaged, such as by a download that broke off"]
 
 

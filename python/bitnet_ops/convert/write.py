@@ -42,6 +42,7 @@ from bitnet_ops.convert.ternary import (
     implausible_dense,
     looks_ternary,
 )
+from bitnet_ops.errors import counted
 from bitnet_ops.formats import destination
 from bitnet_ops.formats.destination import MODEL_FILE, MODEL_FOLDER, DestinationError, Kind
 from bitnet_ops.formats.gguf import is_gguf
@@ -300,8 +301,8 @@ def _tokenizer_remarks(source: Source, folder: Path) -> list[str]:
     if not beyond:
         return []
     return [
-        f"{len(beyond)} tokens have ids from {rows} on, for which the embedding has no row; "
-        f"prompts must not hold them: {listed(beyond)}"
+        f"{counted(len(beyond), 'token has an id', 'tokens have ids')} from {rows} on, for which "
+        f"the embedding has no row; prompts must not hold them: {listed(beyond)}"
     ]
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from bitnet_ops.errors import counted
 from bitnet_ops.generate.request import Event, Failed, NewToken, Request
 
 if TYPE_CHECKING:
@@ -131,7 +132,8 @@ class Run:
         g = self.generations
         ended = sum(bool(one.finish_reason) for one in g)
         tokens = sum(len(one.token_ids) for one in g)
-        return f"{type(self).__name__}({len(g)} prompts, {ended} ended, {tokens} new tokens)"
+        prompts, new = counted(len(g), "prompt"), counted(tokens, "new token")
+        return f"{type(self).__name__}({prompts}, {ended} ended, {new})"
 
     def cancel(self, row: int, reason: str, stop_reason: int | str | None = None) -> None:
         """End one row for a reason of the caller's; it gets no further tokens."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from bitnet_ops.arguments import shown
+from bitnet_ops.errors import counted
 from bitnet_ops.generate.request import Limits
 from bitnet_ops.generate.run import Generation, Run, Timing, TokenLogprobs
 from bitnet_ops.generate.sampling import SamplingParams
@@ -181,7 +182,7 @@ class TextStream(_Ended):
         return self._run.timing
 
     def __repr__(self) -> str:
-        return f"TextStream({len(self.generation.token_ids)} tokens, {self.ending})"
+        return f"TextStream({counted(len(self.generation.token_ids), 'token')}, {self.ending})"
 
     def __iter__(self) -> Iterator[str]:
         return self._iterator

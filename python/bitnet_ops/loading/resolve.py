@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from bitnet_ops.arguments import check_path
-from bitnet_ops.errors import BitNetError, install
+from bitnet_ops.errors import BitNetError, counted, install
 from bitnet_ops.formats import gguf, sglbitnt
 from bitnet_ops.untrusted import printable
 
@@ -82,12 +82,37 @@ def resolve(
     `convert`: False takes converted models alone. `cache`: as of `cache_directory`.
     Raises LoadError, HubError, convert.ConvertError.
     """
+    _check_id(path, convert)
+    source = _source_at(local_path(path), convert)
+    if isinstance(source, Found):
+        return source
+    return Found(_conversion(source, cache_directory(cache)), source)
+
+
+def check_name(path: str | os.PathLike[str], *, convert: bool = True) -> None:
+    """Raise what `resolve` raises of a name that means no model; nothing is made or downloaded.
+
+    Also SglbitntError for a file that is none.
+    """
+    _check_id(path, convert)
+    if is_id(path):
+        _on_hub(os.fspath(path))
+        return
+    found = _source_at(local_path(path), convert)
+    if isinstance(found, Found):
+        sglbitnt.Reader(found.file, check_codes=False)
+
+
+def _check_id(path: str | os.PathLike[str], convert: bool) -> None:
     if not convert and is_id(path):
         raise LoadError(
             f"load: expected a converted model at {path}, got no such file or directory (and a "
             "Hugging Face id would have to be converted)"
         )
-    place = local_path(path)
+
+
+def _source_at(place: Path, convert: bool) -> Path | Found:
+    """What has to be converted at `place`, or the model that is there."""
     if not os.path.exists(place):  # False for a name that is too long
         raise LoadError(f"load: expected a model at {place}, got no such file or directory")
     source, kind = _to_convert(place)
@@ -98,7 +123,7 @@ def resolve(
             f"load: expected a converted model with {sglbitnt.MODEL_FILE} at {place}, got {kind}; "
             f"convert it first: bitnet-ops convert {source} DST"
         )
-    return Found(_conversion(source, cache_directory(cache)), source)
+    return source
 
 
 def convert_again(found: Found, why: Exception) -> Found:
@@ -310,6 +335,23 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     if not is_id(path):
         return _snapshot(Path(path))
     repo = os.fspath(path)
+    wanted = _on_hub(repo)
+    if isinstance(wanted, Path):
+        return wanted
+    import huggingface_hub
+
+    try:
+        folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=wanted))
+    except Exception as error:
+        _reject(repo, "to download it from the Hugging Face Hub", _first_line(error))
+    return _chosen(folder)
+
+
+def _on_hub(repo: str) -> Path | list[str]:
+    """The patterns of the files to download of a model; where it lies, if they are not to be had.
+
+    Raises as `local_path`.
+    """
     try:
         import huggingface_hub
         from huggingface_hub import constants
@@ -327,12 +369,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
         if found is None:
             _reject(repo, "it from the Hugging Face Hub", _first_line(error))
         return found
-    patterns = _wanted(repo, names)
-    try:
-        folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=patterns))
-    except Exception as error:
-        _reject(repo, "to download it from the Hugging Face Hub", _first_line(error))
-    return _chosen(folder)
+    return _wanted(repo, names)
 
 
 def _snapshot(folder: Path) -> Path:
@@ -365,8 +402,9 @@ def _wanted(repo: str, names: list[str]) -> list[str]:
             f"hub: expected {repo} to have safetensors or one GGUF file, got {listed}; {one}"
         )
     raise HubError(
-        f"hub: expected {repo} to have safetensors or a GGUF file, got {len(names)} other files; "
-        "pickled weights are converted from a folder: bitnet-ops convert --allow-pickle"
+        f"hub: expected {repo} to have safetensors or a GGUF file, got "
+        f"{counted(len(names), 'other file')}; pickled weights are converted from a folder: "
+        "bitnet-ops convert --allow-pickle"
     )
 
 

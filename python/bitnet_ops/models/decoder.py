@@ -20,6 +20,7 @@ from bitnet_ops import ops
 from bitnet_ops.arguments import shown
 from bitnet_ops.config import ModelConfig, Rotation
 from bitnet_ops.config.sparsity import ActivationSparsityError, read_sparsity
+from bitnet_ops.errors import counted
 from bitnet_ops.models.adapters import Adapters, PackedAdapter, scaled
 from bitnet_ops.models.composed import Composed
 from bitnet_ops.models.layer import ACTIVATION_DTYPES, DecoderLayer, Tensors, norm_weight
@@ -397,9 +398,10 @@ class Decoder(Tracked):
         c, dtype = self.config, str(self.dtype).removeprefix("torch.")
         linear = "" if c.delta_net is None else f" ({len(c.delta_net.layers)} of Gated DeltaNet)"
         return (
-            f"{c.model_type}, {c.num_hidden_layers} layers of {c.hidden_size}{linear}, "
-            f"{c.num_attention_heads} heads of {c.head_dim} ({c.num_key_value_heads} kv), "
-            f"vocabulary {c.vocab_size}, context {c.max_position_embeddings}, {dtype}, "
+            f"{c.model_type}, {counted(c.num_hidden_layers, 'layer')} of {c.hidden_size}{linear}, "
+            f"{counted(c.num_attention_heads, 'head')} of {c.head_dim} "
+            f"({c.num_key_value_heads} kv), vocabulary {c.vocab_size}, "
+            f"context {c.max_position_embeddings}, {dtype}, "
             f"weights {self.weight_format}, head {self.head.head_format}"
         )
 
