@@ -259,9 +259,27 @@ class LanguageModel:
         self.stop_ids = ends if stop_ids is None else Limits(0, stop_ids).stop_ids
 
     def __repr__(self) -> str:
+        if self.engine.closed:
+            return f"LanguageModel({self.path}: closed)"
         kv_dtype = str(self.engine.kv_dtype).removeprefix("torch.")
         tokenizer = "" if self._tokenizer is not None else ", no tokenizer"
         return f"LanguageModel({self.path}: {self.model.summary}, kv {kv_dtype}{tokenizer})"
+
+    def close(self) -> None:
+        """Free the memory of weights, keys and values, once `prefix_dir` has what waits for it.
+
+        Texts that are being written end where they are, with finish_reason "abort", and an
+        EngineThread that owns the engine ends. Whatever is asked for afterwards raises ClosedError;
+        a second call does nothing. `with bitnet_ops.load(...) as lm:` closes at its end.
+        """
+        self.engine.shut_down()
+        self.model = self.engine.model  # type: ignore[assignment]  # what stands in its place
+
+    def __enter__(self) -> LanguageModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def config(self) -> ModelConfig:
@@ -365,18 +383,24 @@ class LanguageModel:
     def chat(
         self,
         *,
+        system: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Conversation:
         """A conversation through the model's chat template; options as for `generate`.
 
-        `chat_template_kwargs`: options of that template, such as {"enable_thinking": False}.
-        Raises tokenizer.ChatTemplateError at the first message if the model has no template, or
-        its template no such option.
+        `system`: the system message that it begins with. `chat_template_kwargs`: options of that
+        template, such as {"enable_thinking": False}. Raises tokenizer.ChatTemplateError at the
+        first message if the model has no template, or its template no such option.
         """
-        return Conversation(self, self._request("chat", options), chat_template_kwargs)
+        if system is not None:
+            check_kind("chat: expected system as a text or None", system, str)
+        talk = Conversation(self, self._request("chat", options), chat_template_kwargs)
+        talk.set_system(system)
+        return talk
 
     def _request(self, call: str, options: GenerateOptions) -> Options:
+        self.engine.check_open()
         if self.config.embedding_only:
             raise LoadError(
                 f"{call}: expected a model with an output head, got an embedding model; use embed"
@@ -456,6 +480,7 @@ class Conversation:
         self.messages: list[Mapping[str, str]] = []
         self.last: TextStream | None = None  # the newest answer, for its timing
         self.dropped = 0
+        self._again = 0  # how often an answer was asked for once more
 
     def __repr__(self) -> str:
         return f"Conversation({counted(len(self.messages), 'message')})"
@@ -472,9 +497,36 @@ class Conversation:
         """
         if not isinstance(content, str):
             raise TypeError(f"say: expected a text, got a {type(content).__name__}")
-        messages, ids = self._fitting([*self.messages, {"role": "user", "content": content}])
-        run = self._lm._start([ids], self._request)
-        self.dropped = len(self.messages) + 1 - len(messages)
+        return self._ask([*self.messages, {"role": "user", "content": content}], self._request)
+
+    def regenerate(self) -> Iterator[str]:
+        """Answer the user's newest message once more, in the place of the answer that it has.
+
+        Where the options have a seed, another one is used each time. Raises ValueError before there
+        is a message.
+        """
+        at = max((i for i, m in enumerate(self.messages) if m["role"] == "user"), default=None)
+        if at is None:
+            raise ValueError("regenerate: expected a message of the user, got none; say one")
+        request = self._request
+        if request.params.seed is not None:
+            self._again += 1
+            seed = (request.params.seed + self._again) % 2**63
+            params = dataclasses.replace(request.params, seed=seed)
+            request = dataclasses.replace(request, params=params)
+        return self._ask(self.messages[: at + 1], request)
+
+    def set_system(self, content: str | None) -> None:
+        """Let `content` be the system message at the beginning; None: let there be none."""
+        if self.messages and self.messages[0]["role"] == "system":
+            del self.messages[0]
+        if content is not None:
+            self.messages.insert(0, {"role": "system", "content": content})
+
+    def _ask(self, asked: list[Mapping[str, str]], request: Options) -> Iterator[str]:
+        messages, ids = self._fitting(asked)
+        run = self._lm._start([ids], request)
+        self.dropped = len(asked) - len(messages)
         self.messages[:] = messages
         self.last = TextStream(run, self._lm.tokenizer, self._request.stop)
         return self._answer(self.last, ids)

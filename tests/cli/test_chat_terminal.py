@@ -171,6 +171,47 @@ def test_help_and_its_aliases() -> None:
     assert done.returncode == 0 and done.stdout == b""
 
 
+def test_a_conversation_is_answered_again_saved_and_loaded(tmp_path: Path) -> None:
+    """The file is a body that the server takes, here without the message of the system at last."""
+    file, other = tmp_path / "talk.json", tmp_path / "notes.txt"
+    other.write_text("my notes")
+    (tmp_path / "wrong.json").write_text('{"messages": [{"role": "user", "content": 1}]}')
+    typed = [
+        "/regen",  # nothing yet
+        "/system Be brief",
+        "And God said unto",
+        "/regen",
+        f"/save {file}",
+        "/reset",
+        f"/load {file}",
+        "/system",
+        f"/save {file}",
+        f"/save {other}",
+        f"/load {other}",
+        f"/load {tmp_path / 'wrong.json'}",
+        "/save",
+        "/reset all",
+        f"/load {tmp_path / 'none.json'}",
+    ]
+    done = cli("chat", "-n", "6", data="\n".join(typed).encode())
+    first, again = done.stdout.decode().splitlines()
+    errors = [line for line in done.stderr.decode().splitlines() if "error: " in line]
+    expected = ["regenerate: expected a message", "got ", "chat: expected valid JSON",
+                "chat: expected messages with a role", "chat: expected /save FILE, got no file",
+                "chat: expected /reset alone, got /reset all", "chat: expected "]  # fmt: skip
+    assert len(errors) == len(expected)
+    assert all(words in line for words, line in zip(expected, errors, strict=True))
+    assert str(other) in errors[1] and other.read_text() == "my notes"
+    assert done.returncode == 1 and done.stderr.decode().count("read 3 messages") == 1
+    assert first != again  # the demo's seed is fixed, but an answer is not asked for twice
+    saved = json.loads(file.read_text())
+    assert saved == {"model": "demo", "messages": [
+        {"role": "user", "content": "And God said unto"}, {"role": "assistant", "content": again},
+    ]}  # fmt: skip
+    plain = cli("chat", "--plain", data=b"/regen\n/help\n/reset\n")
+    assert b"expected /regen only with a chat template, got --plain" in plain.stderr
+
+
 def test_a_byte_that_is_no_utf8_ends_the_turn_alone() -> None:
     done = cli("chat", "-n", "2", data=b"ab\xff\nAnd God\n")
     assert b"got the byte 0xff at offset 2" in done.stderr

@@ -6,8 +6,10 @@ The files are written here, or are the demo model. What logits are right is test
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,10 @@ import bitnet_ops
 from bitnet_ops.config import UnsupportedModelError
 from bitnet_ops.convert import convert
 from bitnet_ops.formats.sglbitnt import SglbitntError, Writer
+from bitnet_ops.generate.request import ClosedError
 from bitnet_ops.generate.sampling import SamplingError
 from bitnet_ops.generate.tokenizer import ChatTemplateError, TokenizerError
+from bitnet_ops.generate.turns import EngineThread
 from bitnet_ops.language_model import DEMO_DIR, LanguageModel, LoadError, load
 from bitnet_ops.models import TensorError, build
 from bitnet_ops.nn.kv_cache import KVCache
@@ -380,6 +384,62 @@ def test_a_conversation_grows_and_reuses_its_cache(demo: LanguageModel) -> None:
     history = f"And God said unto\n{first}\nAnd Moses"  # what the demo's template writes
     assert second == demo.generate(history, max_new_tokens=6)
     assert talk.last is not None and talk.last.timing.reused_tokens > 0
+
+
+def test_a_conversation_has_a_system_message_and_answers_again(demo: LanguageModel) -> None:
+    talk = demo.chat(system="Be brief", max_new_tokens=6, temperature=1.0, seed=5)
+    with pytest.raises(ValueError, match="regenerate: expected a message of the user, got none"):
+        talk.regenerate()
+    answers = ["".join(talk.say("And God said unto"))]
+    for _ in range(3):
+        answers.append("".join(talk.regenerate()))
+        assert [m["role"] for m in talk.messages] == ["system", "user", "assistant"]
+        assert talk.messages[-1]["content"] == answers[-1]
+    assert len(set(answers)) > 1
+    options = {"max_new_tokens": 6, "temperature": 1.0, "seed": 5 + 3}
+    assert answers[3] == "".join(demo.chat(system="Be brief", **options).say("And God said unto"))
+    talk.set_system(None)
+    assert talk.messages[0]["role"] == "user"
+    with pytest.raises(TypeError, match="chat: expected system as a text or None, got 3"):
+        demo.chat(system=3)  # type: ignore[arg-type]
+
+
+def test_close_ends_what_runs_frees_the_memory_and_stays(tmp_path: Path) -> None:
+    """Streams end where they are; afterwards every way in is one error, and what was said stays."""
+    with load(prefix_dir=tmp_path / "prefixes") as lm:
+        thread = EngineThread(lm.engine)
+        running = lm.stream("In the beginning", max_new_tokens=900)
+        begun = next(iter(running))
+        waiting, talk = lm.stream("And God"), lm.chat(max_new_tokens=4)
+        answer = "".join(talk.say("And Moses " * 100))
+        weights = weakref.ref(next(iter(lm.model.buffers())))
+    assert not thread._thread.is_alive()
+    rest = running.read()
+    assert running.finish_reason == "abort" and begun and len(rest.token_ids) < 900
+    gc.collect()
+    assert weights() is None and lm.engine.stats().used_blocks == 0
+    assert any(path.is_file() for path in (tmp_path / "prefixes").rglob("*"))
+    calls: list[Callable[[], Any]] = [
+        lambda: lm.generate("x"),
+        lambda: lm.stream("x"),
+        waiting.read,
+        lambda: lm.generate_batch(["x"]),
+        lambda: lm.chat(),
+        lambda: "".join(talk.say("x")),
+        lambda: lm.score("two words"),
+        lambda: lm.embed("x"),
+        lambda: lm.model(torch.tensor([[1]])),
+        lambda: lm.engine.add([1], consumer=print),
+        lambda: lm.engine.generate([[1]]),
+        lambda: lm.add_adapter("a", tmp_path),
+        lambda: lm.remove_adapter("a"),
+    ]
+    for call in calls:
+        with pytest.raises(ClosedError, match="expected an open model, got one that was closed"):
+            call()
+    lm.close()
+    assert "closed" in repr(lm) and lm.encode("In") and talk.messages[-1]["content"] == answer
+    assert lm.config.vocab_size
 
 
 def test_a_conversation_survives_what_cannot_be_run(demo: LanguageModel) -> None:

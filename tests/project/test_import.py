@@ -82,6 +82,9 @@ def missing_in(doc: str, function: Any) -> list[str]:
 def test_public_names_resolve_and_are_listed() -> None:
     for name in bitnet_ops.__all__:
         assert getattr(bitnet_ops, name) is not None and name in dir(bitnet_ops)
+    for name in bitnet_ops._PACKAGES:
+        package = getattr(bitnet_ops, name)
+        assert name in dir(bitnet_ops) and set(getattr(package, "__all__", ())) <= set(dir(package))
     assert set(bitnet_ops.__all__) - set(CLASSES) - set(FUNCTIONS) == {"__version__", "ops"}
     assert bitnet_ops.__version__ == importlib.metadata.version("bitnet-ops")
     with pytest.raises(AttributeError, match="'bitnet_ops' has no attribute 'lod'"):

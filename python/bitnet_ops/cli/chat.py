@@ -9,8 +9,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import enum
+import json
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from bitnet_ops.cli.arguments import UsageError, did_you_mean
@@ -31,12 +34,14 @@ from bitnet_ops.cli.generate import (
     use_of,
     why_it_ended,
 )
+from bitnet_ops.cli.serve import name_of
 from bitnet_ops.cli.terminal import TextError, checked, print_error, print_text, say
-from bitnet_ops.errors import counted
+from bitnet_ops.errors import BitNetError, counted
 from bitnet_ops.generate.chat import END_OF_THOUGHT, THINK
+from bitnet_ops.untrusted import read_json_object
 
 if TYPE_CHECKING:
-    from bitnet_ops.language_model import LanguageModel, TextStream
+    from bitnet_ops.language_model import Conversation, LanguageModel, TextStream
 
 # The embedded demo is small: greedy, it soon repeats itself. The seed is fixed, so that a
 # conversation can be had again.
@@ -44,6 +49,10 @@ _DEMO_SAMPLING = {"temperature": 0.7, "top_k": 40, "seed": 0}
 HELP = '''\
 /help    show this
 /reset   forget the conversation
+/regen   answer the last message once more
+/system  TEXT: go on with this system message; alone: with none
+/save    FILE: write the conversation, as JSON that /v1/chat/completions reads
+/load    FILE: go on with a conversation that was saved
 /exit    end it; so do Ctrl-D, and Ctrl-C twice
 //...    send a message that begins with a slash
 A line that ends in \\ goes on in the next; """ begins and ends a message of several lines.
@@ -53,11 +62,23 @@ Ctrl-C stops an answer; at the prompt it clears the line.'''
 class Command(enum.Enum):
     HELP = "/help"
     RESET = "/reset"
+    REGEN = "/regen"
+    SYSTEM = "/system"
+    SAVE = "/save"
+    LOAD = "/load"
     EXIT = "/exit"
 
 
-_ALIASES = {"/?": Command.HELP, "/quit": Command.EXIT, "/bye": Command.EXIT}
+_ALIASES = {
+    "/?": Command.HELP,
+    "/clear": Command.RESET,
+    "/quit": Command.EXIT,
+    "/bye": Command.EXIT,
+}
 _WORDS = {**{command.value: command for command in Command}, **_ALIASES}
+_NEED_FILE, _TAKE_TEXT = {Command.SAVE, Command.LOAD}, {Command.SYSTEM}
+Entry = str | tuple[Command, str] | TextError  # a message; a command and what stands behind it
+_ROLES = ("system", "user", "assistant")
 _QUOTES = '"""'
 
 
@@ -123,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         for entry in source:
             try:
-                failed |= not _take(turns, entry, args.stats)
+                failed |= not _take(turns, entry, args)
             except KeyboardInterrupt:  # between the last piece and the prompt, at a terminal
                 if not source.interactive:
                     raise
@@ -150,7 +171,7 @@ class Input:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  (line editing and history for input())
 
-    def __iter__(self) -> Iterator[str | Command | TextError]:
+    def __iter__(self) -> Iterator[Entry]:
         interrupts = 0
         while True:
             try:
@@ -168,7 +189,7 @@ class Input:
                 say("(Ctrl-C again, or Ctrl-D, ends the conversation)")
                 continue
             interrupts = 0
-            if entry is Command.EXIT:
+            if isinstance(entry, tuple) and entry[0] is Command.EXIT:
                 return
             if entry != "":
                 yield entry
@@ -180,7 +201,7 @@ class Input:
     def _line(self, prompt: str) -> str:
         return input(prompt if self.interactive else "")
 
-    def _entry(self) -> str | Command | TextError:
+    def _entry(self) -> Entry:
         try:
             text = self._text()
             if text.startswith("/") and not text.startswith("//"):
@@ -205,14 +226,20 @@ class Input:
         return "\n".join(lines).strip()
 
 
-def _command(text: str) -> Command:
-    word = text.split()[0]
-    if text in _WORDS:
-        return _WORDS[text]
-    guess = did_you_mean(word, _WORDS) or "; /help lists them"
-    raise TextError(
-        f"chat: expected a command, got {word}{guess} (//... sends a message that begins with /)"
-    )
+def _command(text: str) -> tuple[Command, str]:
+    word, _, rest = text.partition(" ")
+    rest = rest.strip()
+    if (command := _WORDS.get(word)) is None:
+        guess = did_you_mean(word, _WORDS) or "; /help lists them"
+        raise TextError(
+            f"chat: expected a command, got {word}{guess} (//... sends a message that begins "
+            "with /)"
+        )
+    if command in _NEED_FILE and not rest:
+        raise TextError(f"chat: expected {word} FILE, got no file")
+    if rest and command not in _NEED_FILE | _TAKE_TEXT:
+        raise TextError(f"chat: expected {word} alone, got {text} (//... sends it as a message)")
+    return command, checked(rest, "chat")
 
 
 # What is answered ---------------------------------------------------------------------------------
@@ -226,9 +253,10 @@ class _Plain:
         self.stream: TextStream | None = None  # the newest answer
 
     opening = ""  # of the newest answer, where its prompt has written it
+    conversation: Conversation | None = None  # nothing is remembered between messages
 
     def reset(self) -> None:
-        """Nothing is remembered between messages."""
+        """Forget the conversation."""
 
     def say(self, text: str) -> Iterator[str]:
         self.stream = self.lm.stream(text, **self.options)
@@ -246,14 +274,21 @@ class _Chat(_Plain):
         self.reset()
 
     def reset(self) -> None:
-        self.conversation = self.lm.chat(
-            chat_template_kwargs=self._template_options, **self.options
+        self.conversation: Conversation = self.lm.chat(
+            system=self._system, chat_template_kwargs=self._template_options, **self.options
         )
-        if self._system is not None:
-            self.conversation.messages.append({"role": "system", "content": self._system})
 
     def say(self, text: str) -> Iterator[str]:
-        pieces = self.conversation.say(text)
+        return self._told(self.conversation.say(text))
+
+    def again(self) -> Iterator[str]:
+        return self._told(self.conversation.regenerate())
+
+    def go_on_with(self, system: str | None) -> None:
+        self._system = system  # for /reset, too
+        self.conversation.set_system(system)
+
+    def _told(self, pieces: Iterator[str]) -> Iterator[str]:
         self.stream, self.opening = self.conversation.last, self.conversation.opening
         if self.conversation.dropped:
             context = self.lm.config.max_position_embeddings
@@ -262,19 +297,61 @@ class _Chat(_Plain):
         return pieces
 
 
-def _take(turns: _Plain, entry: str | Command | TextError, stats: bool) -> bool:
+def _take(turns: _Plain, entry: Entry, args: argparse.Namespace) -> bool:
     """Do what an entry says; whether that went well."""
-    if entry is Command.RESET:
-        turns.reset()
-    elif entry is Command.HELP:
+    if isinstance(entry, str):
+        return _answer(turns, partial(turns.say, entry), args.stats)
+    try:
+        if isinstance(entry, TextError):
+            raise entry
+        return _obey(turns, *entry, args)
+    except (BitNetError, ValueError) as error:
+        print_error(error)
+        return False
+
+
+def _obey(turns: _Plain, command: Command, rest: str, args: argparse.Namespace) -> bool:
+    if command is Command.HELP:
         for line in HELP.splitlines():
             say(line)
-    elif isinstance(entry, TextError):
-        print_error(entry)
-        return False
+    elif command is Command.RESET:
+        turns.reset()
+    elif not isinstance(turns, _Chat):
+        raise TextError(f"chat: expected {command.value} only with a chat template, got --plain")
+    elif command is Command.REGEN:
+        return _answer(turns, turns.again, args.stats)
+    elif command is Command.SYSTEM:
+        turns.go_on_with(rest or None)
+    elif command is Command.SAVE:
+        _save(rest, {"model": name_of(args.model), "messages": turns.conversation.messages})
     else:
-        return _answer(turns, cast(str, entry), stats)
+        turns.conversation.messages[:] = _read(rest)
+        say(f"read {counted(len(turns.conversation.messages), 'message')}")
     return True
+
+
+def _save(file: str, body: dict[str, Any]) -> None:
+    """Write a conversation into a new file, or in the place of an earlier one."""
+    from bitnet_ops.formats.destination import file_kind, new_file
+
+    earlier = file_kind("an earlier conversation", lambda head: b'"messages": [' in head)
+    with new_file(Path(file), earlier, replace=True) as made:
+        made.write_text(json.dumps(body, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    say(f"wrote {file}")
+
+
+def _read(file: str) -> list[Mapping[str, str]]:
+    """The messages of a conversation that was saved."""
+    try:
+        messages = read_json_object(file).get("messages")
+    except BitNetError as error:
+        raise TextError(f"chat: {error}") from None
+    if isinstance(messages, list) and all(
+        isinstance(m, dict) and m.get("role") in _ROLES and isinstance(m.get("content"), str)
+        for m in messages
+    ):
+        return [{"role": m["role"], "content": m["content"]} for m in messages]
+    raise TextError(f"chat: expected messages with a role and a text in {file}, got others")
 
 
 def _thoughts_apart(opening: str, pieces: Iterator[str]) -> Iterator[tuple[str, bool]]:
@@ -303,14 +380,15 @@ def _thoughts_apart(opening: str, pieces: Iterator[str]) -> Iterator[tuple[str, 
     yield held, thinking
 
 
-def _answer(turns: _Plain, text: str, stats: bool) -> bool:
-    """Print one answer; an error ends the turn, not the conversation. Whether there was none.
+def _answer(turns: _Plain, ask: Callable[[], Iterator[str]], stats: bool) -> bool:
+    """Print the answer that `ask` begins; whether there was one.
 
+    An error ends the turn, not the conversation.
     Ctrl-C stops the answer, which is kept as far as it came.
     """
     shown = False
     try:
-        pieces = cast(Generator[str, None, None], turns.say(text))
+        pieces = cast(Generator[str, None, None], ask())
         with contextlib.closing(pieces):
             for piece, thought in _thoughts_apart(turns.opening, pieces):
                 print_text(piece, dim=thought)

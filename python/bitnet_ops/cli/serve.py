@@ -159,7 +159,7 @@ def _named(args: argparse.Namespace) -> dict[str, str | None]:
     """The models by name: the one in front, or the demo, and those of --model."""
     named: dict[str, str | None] = {}
     if args.model is not None or not args.models:
-        named[_name_of(args.model)] = args.model
+        named[name_of(args.model)] = args.model
     for text in args.models:
         name, path = _pair("--model", "NAME=MODEL", text)
         if name in named:
@@ -175,7 +175,7 @@ def _pair(option: str, form: str, text: str) -> tuple[str, str]:
     return name, path
 
 
-def _name_of(path: str | None) -> str:
+def name_of(path: str | None) -> str:
     """The name of a model that was given without one: the last part of its path."""
     if path is None:
         return "demo"

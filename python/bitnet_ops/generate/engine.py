@@ -48,6 +48,7 @@ from bitnet_ops.generate.constraint import Constraint
 from bitnet_ops.generate.disk_prefix import DiskPrefix, root_on_disk
 from bitnet_ops.generate.prefix_store import PrefixStore
 from bitnet_ops.generate.request import (
+    ClosedError,
     Consumer,
     Event,
     Failed,
@@ -100,6 +101,22 @@ class CausalModel(Protocol):
     def config(self) -> ModelConfig: ...
 
     def step(self, batch: StepBatch, pool: KVPool) -> Tensor: ...
+
+
+_CLOSED = "engine: expected an open model, got one that was closed; load it again"
+
+
+class _ClosedModel:
+    """In the place of a model that an engine has given up: its config, and a ClosedError."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+
+    def __getattr__(self, name: str) -> Any:
+        raise ClosedError(_CLOSED)
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise ClosedError(_CLOSED)
 
 
 class Engine:
@@ -240,7 +257,7 @@ class Engine:
         tokens may come; it is asked and told by the thread that steps. `keep_prefix` False: of a
         request in the background, such as for a title; what only it has computed is the first to
         leave the prefix cache, and is not written to disk. Raises PromptError, SamplingError,
-        LoraError, ValueError or TypeError for what cannot be run.
+        LoraError, ValueError or TypeError for what cannot be run, ClosedError after `shut_down`.
         """
         if consumer is not None and not callable(consumer):
             raise TypeError(f"engine: expected consumer as a function, got {kind_of(consumer)}")
@@ -331,6 +348,7 @@ class Engine:
         keep_prefix: bool = True,
     ) -> Request:
         """A request that can be run. Raises what `add` raises."""
+        self.check_open()
         config, ids = self.model.config, token_ids(prompt, "engine")
         check_prompt(ids, config.vocab_size, config.max_position_embeddings)
         check_adapter(self.model, adapter)
@@ -399,6 +417,36 @@ class Engine:
             raise ValueError(f"engine: expected seconds at least 0, got {shown(seconds)}")
         if self._store is not None:
             self._store.close(seconds)
+
+    def shut_down(self) -> None:
+        """End all requests and the thread that owns the engine, as `close`, and free the memory.
+
+        Requests end with the reason "abort"; what is asked for afterwards is a ClosedError. The
+        model is given up as well. A second call does nothing.
+        """
+        if self.closed:
+            return
+        self._turn.dismiss_owner()
+
+        def end() -> None:
+            self.model = _ClosedModel(self.model.config)
+            self._messages.extend(list(self._requests))
+            self._settle()
+            self._memory = self._disk = None
+            self._tell()
+
+        self._turn.run(end)
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was shut down."""
+        return isinstance(self.model, _ClosedModel)
+
+    def check_open(self) -> None:
+        """Raise ClosedError after `shut_down`."""
+        if self.closed:
+            raise ClosedError(_CLOSED)
 
     def trim(self) -> None:
         """Give all memory that no request uses back to the system; the prefix cache goes too.

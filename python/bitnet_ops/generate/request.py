@@ -30,6 +30,10 @@ class PromptError(BitNetError, ValueError):
     """A prompt that cannot be run: empty, with ids outside the vocabulary, or too long."""
 
 
+class ClosedError(BitNetError, RuntimeError):
+    """An engine that was shut down, or the language model that it belongs to."""
+
+
 def token_ids(prompt: object, who: str = "prompt") -> list[int]:
     """The ids of one prompt: of a sequence of integers, or of a tensor or array [T] or [1, T].
 

@@ -59,6 +59,7 @@ class Turn:
         self._taken_by: int | None = None
         self._owner: int | None = None  # the only thread whose turn it may be, if there is one
         self._bell: threading.Event | None = None  # that wakes it
+        self._dismiss: Callable[[], None] | None = None  # that ends it
         self._torn = False
         _TURNS.add(self)
 
@@ -113,13 +114,26 @@ class Turn:
             self._taken_by = None
             self._changed.notify_all()
 
-    def own(self, thread: int | None, bell: threading.Event | None = None) -> None:
-        """Let `thread` alone have it from now on, which waits for `bell`; None: whoever wants."""
+    def own(
+        self,
+        thread: int | None,
+        bell: threading.Event | None = None,
+        dismiss: Callable[[], None] | None = None,
+    ) -> None:
+        """Let `thread` alone have it from now on, which waits for `bell`; None: whoever wants.
+
+        `dismiss` ends that thread.
+        """
         with self._changed:
             if thread is not None and self._owner is not None:
                 raise RuntimeError("engine: expected an engine without a thread, got one that has")
-            self._owner, self._bell = thread, bell
+            self._owner, self._bell, self._dismiss = thread, bell, dismiss
             self._changed.notify_all()
+
+    def dismiss_owner(self) -> None:
+        """End the thread that owns it, if one does."""
+        if (dismiss := self._dismiss) is not None:
+            dismiss()
 
     def wake(self) -> None:
         """Tell the owner that there is something to do."""
@@ -156,7 +170,7 @@ class EngineThread:
         owned: list[Engine] = []
         try:
             for engine in engines:
-                engine._turn.own(self._thread.ident, self._bell)
+                engine._turn.own(self._thread.ident, self._bell, self.close)
                 owned.append(engine)
         except RuntimeError:
             for engine in owned:
