@@ -13,7 +13,11 @@ import torch
 
 import benchmarks.other_engines as other_engines
 import bitnet_ops  # noqa: F401  (loads torch.ops.bitnet)
+from bitnet_ops.dummy import model as dummy
+from bitnet_ops.dummy.configs import GROUPED
 from bitnet_ops.errors import install
+from bitnet_ops.models import expected_tensors
+from bitnet_ops.nn.state_pool import slot_bytes
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -89,6 +93,16 @@ def test_every_source_file_that_a_page_names_exists(page: str) -> None:
     assert [path for path in named if not any((base / path).exists() for base in bases)] == []
 
 
+def test_one_chain_of_next_leads_through_the_whole_guide() -> None:
+    page, seen = "docs/guide/getting-started.md", list[str]()
+    while page not in seen:
+        seen.append(page)
+        (link,) = re.findall(r"^Next: \[[^\]]+\]\(([^)]+)\)$", TEXT[page], flags=re.MULTILINE)
+        page = ((ROOT / page).parent / link).resolve().relative_to(ROOT).as_posix()
+    guide = {name for name in TEXT if name.startswith("docs/guide/")}
+    assert guide - set(seen) == set()
+
+
 # --- lists ---------------------------------------------------------------------------------------
 
 
@@ -121,6 +135,29 @@ def test_the_figures_beside_other_engines_are_those_of_the_record() -> None:
     assert re.findall(r"(\S+) times", fast) == said
 
 
+def test_the_sizes_of_models_are_those_of_their_tensors() -> None:
+    """By sums of our own: 2 bits a ternary weight, rows of whole 128, a float32 scale a group."""
+    table = TEXT["docs/guide/getting-started.md"].split("<!-- begin sizes -->")[1]
+    rows = re.findall(r"\| `([\w.-]+)` \| ([\d.]+) \| ([\d.]+) \|", table.split("<!-- end -->")[0])
+    assert len(rows) == 12
+    for name, file_gb, memory_gb in rows:
+        config, grouped = dummy.config(name), name in GROUPED
+        file = memory = 0
+        for spec in expected_tensors(config).values():
+            *_, n, k = (1, *spec.shape)
+            if spec.kind == "ternary" or (grouped and spec.may_be_ternary):
+                groups = -(-k // 128)
+                both = n * groups * (32 + 4 * grouped)
+                file, memory = file + both, memory + both
+            else:
+                file, memory = file + 2 * n * k, memory + n * k
+        cache = 2 * config.kv_layers * config.num_key_value_heads * config.head_dim * 2
+        states = 0 if config.delta_net is None else slot_bytes(config.delta_net)
+        assert float(file_gb) == pytest.approx(file / 1e9, abs=0.006 + file / 1e11), name
+        memory += 4096 * cache + states + 5e8
+        assert float(memory_gb) == pytest.approx(memory / 1e9, abs=0.06), name
+
+
 def test_the_page_lists_every_environment_variable() -> None:
     """A name is read where it is a whole string: getenv, os.environ, lists of names."""
     page = TEXT["docs/guide/environment.md"]
@@ -150,7 +187,7 @@ def test_nobody_is_sent_to_an_index_that_has_no_such_package() -> None:
     places = {path.name: path.read_text() for path in [*ROOT.glob("examples/**/*.py")]}
     places |= {path.name: path.read_text() for path in ROOT.glob("python/bitnet_ops/**/*.py")}
     for place, text in (places | TEXT).items():
-        for line in re.findall(r"pip install\b.*\bbitnet[-_]ops\b.*|bitnet-ops\[.*", text):
+        for line in re.findall(r"pip install\b[^`\n]*\bbitnet[-_]ops\b.*|bitnet-ops\[.*", text):
             assert "uninstall" in line or "--find-links" in line or place in HISTORY, (place, line)
     for extra, packages in PROJECT["optional-dependencies"].items():
         words = shlex.split(install(extra))

@@ -285,7 +285,14 @@ def makers_sampling(lm: LanguageModel, args: argparse.Namespace) -> dict[str, fl
 
 
 def generation_note(lm: LanguageModel, args: argparse.Namespace, *, used: bool) -> None:
-    """Say once what generation_config.json asks for and whether that is done."""
+    """Say once what generation_config.json asks for and whether that is done.
+
+    The demo's is no news: what samples it is said in --help.
+    """
+    from bitnet_ops.language_model import DEMO_DIR
+
+    if lm.path is not None and lm.path.parent == DEMO_DIR:
+        return
     found = makers_sampling(lm, args)
     asks = ", ".join(f"{name} {value:g}" for name, value in found.items())
     parts = []
