@@ -1,7 +1,8 @@
 """`bitnet-ops doctor`: what this machine offers, what the package uses of it, and why.
 
 `collect` gathers facts, `find_problems` judges them, `render` prints both on one screen. It changes
-nothing, and measures nothing but what the first prompt would (`bitnet-ops bench` measures).
+nothing outside its process, and measures nothing but what the first prompt would (`bitnet-ops
+bench` measures).
 `--check-amx` holds the CPU's tile products against the model that every other instruction set
 follows, and does nothing else.
 """

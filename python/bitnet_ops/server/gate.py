@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import OrderedDict, deque
 
+from bitnet_ops.errors import counted
 from bitnet_ops.server.exchange import AskError
 
 
@@ -41,8 +42,8 @@ class Gate:
         held = self._clients.get(client, 0)
         if held + answers > self._per_client:
             raise AskError(
-                f"server: expected at most {self._per_client} answers at once for a client, got "
-                f"{held + answers}; wait for one to end",
+                f"server: expected at most {counted(self._per_client, 'answer')} at once for a "
+                f"client, got {held + answers}; wait for one to end",
                 status=429,
                 code="rate_limit_exceeded",
             )
@@ -51,7 +52,7 @@ class Gate:
             self._begin(ticket)
         elif self.waiting + answers > self.most_waiting:
             raise AskError(
-                f"server: expected at most {self.most_waiting} answers to wait, got "
+                f"server: expected at most {counted(self.most_waiting, 'answer')} to wait, got "
                 f"{self.waiting + answers}; try again later",
                 status=429,
                 code="rate_limit_exceeded",
