@@ -178,12 +178,14 @@ def test_a_conversation_is_answered_again_saved_and_loaded(tmp_path: Path) -> No
     (tmp_path / "wrong.json").write_text('{"messages": [{"role": "user", "content": 1}]}')
     typed = [
         "/regen",  # nothing yet
-        "/system Be brief",
+        "/system Be brief\\",
+        "and kind",
         "And God said unto",
         "/regen",
         f"/save {file}",
         "/reset",
         f"/load {file}",
+        f"/save {tmp_path / 'before.json'}",
         "/system",
         f"/save {file}",
         f"/save {other}",
@@ -204,7 +206,9 @@ def test_a_conversation_is_answered_again_saved_and_loaded(tmp_path: Path) -> No
     assert str(other) in errors[1] and other.read_text() == "my notes"
     assert done.returncode == 1 and done.stderr.decode().count("read 3 messages") == 1
     assert first != again  # the demo's seed is fixed, but an answer is not asked for twice
-    saved = json.loads(file.read_text())
+    before, saved = (json.loads((tmp_path / n).read_text()) for n in ("before.json", file.name))
+    assert before["messages"][0] == {"role": "system", "content": "Be brief\nand kind"}
+    assert before["messages"][1:] == saved["messages"]
     assert saved == {"model": "demo", "messages": [
         {"role": "user", "content": "And God said unto"}, {"role": "assistant", "content": again},
     ]}  # fmt: skip

@@ -41,7 +41,7 @@ from bitnet_ops.generate.chat import END_OF_THOUGHT, THINK
 from bitnet_ops.untrusted import read_json_object
 
 if TYPE_CHECKING:
-    from bitnet_ops.language_model import Conversation, LanguageModel, TextStream
+    from bitnet_ops.language_model import LanguageModel, TextStream
 
 # The embedded demo is small: greedy, it soon repeats itself. The seed is fixed, so that a
 # conversation can be had again.
@@ -227,8 +227,7 @@ class Input:
 
 
 def _command(text: str) -> tuple[Command, str]:
-    word, _, rest = text.partition(" ")
-    rest = rest.strip()
+    word, rest = [*text.split(maxsplit=1), ""][:2]
     if (command := _WORDS.get(word)) is None:
         guess = did_you_mean(word, _WORDS) or "; /help lists them"
         raise TextError(
@@ -253,10 +252,9 @@ class _Plain:
         self.stream: TextStream | None = None  # the newest answer
 
     opening = ""  # of the newest answer, where its prompt has written it
-    conversation: Conversation | None = None  # nothing is remembered between messages
 
     def reset(self) -> None:
-        """Forget the conversation."""
+        """Nothing is remembered between messages."""
 
     def say(self, text: str) -> Iterator[str]:
         self.stream = self.lm.stream(text, **self.options)
@@ -274,7 +272,7 @@ class _Chat(_Plain):
         self.reset()
 
     def reset(self) -> None:
-        self.conversation: Conversation = self.lm.chat(
+        self.conversation = self.lm.chat(
             system=self._system, chat_template_kwargs=self._template_options, **self.options
         )
 
@@ -335,7 +333,7 @@ def _save(file: str, body: dict[str, Any]) -> None:
     from bitnet_ops.formats.destination import file_kind, new_file
 
     earlier = file_kind("an earlier conversation", lambda head: b'"messages": [' in head)
-    with new_file(Path(file), earlier, replace=True) as made:
+    with new_file(Path(file).expanduser(), earlier, replace=True) as made:
         made.write_text(json.dumps(body, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     say(f"wrote {file}")
 
@@ -343,7 +341,7 @@ def _save(file: str, body: dict[str, Any]) -> None:
 def _read(file: str) -> list[Mapping[str, str]]:
     """The messages of a conversation that was saved."""
     try:
-        messages = read_json_object(file).get("messages")
+        messages = read_json_object(Path(file).expanduser()).get("messages")
     except BitNetError as error:
         raise TextError(f"chat: {error}") from None
     if isinstance(messages, list) and all(
