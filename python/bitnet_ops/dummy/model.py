@@ -106,7 +106,7 @@ def _write_model(
     specs: dict[str, TensorSpec],
     seed: int,
     grouped: bool,
-    progress: Progress | None,
+    progress: Progress | None = None,
 ) -> None:
     pool = _pool(specs, seed)
     with sglbitnt.Writer(file, source, len(specs), specs) as writer:
