@@ -29,6 +29,7 @@ import torch
 from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import save_file
 
+import beside
 from gguf_bytes import gguf, key, ptq1_0, q2_0
 
 GROUP = 128
@@ -328,12 +329,16 @@ def write_mlx(folder: Path, made: Hybrid, *, schema: int = 2, **change: Any) -> 
         ]
         namespace = {1: "mlx-lm-text", 2: "mlx-vlm-qwen3_5"}[schema]
         about |= {
+            "components": {"text": True, "vision": True, "mtp": False},
             "model_type": "prism_hadamard_qwen35", "base_model_type": "qwen3_5",
             "schema_version": schema, "tensor_namespace": namespace, "modules": modules,
             "gdn_activation_layout": "grouped", "requires_runtime": "runtime/artifact.py",
             "hadamard_config": "hadamard.json",
         }  # fmt: skip
         del about["architectures"]
+    else:  # save_config of mlx-lm
+        del about["vision_config"]
+        about["quantization_config"] = options
     tensors: dict[str, np.ndarray] = {}
     for module, codes in made.codes.items():
         scales = made.scales[module]
@@ -352,6 +357,7 @@ def write_mlx(folder: Path, made: Hybrid, *, schema: int = 2, **change: Any) -> 
     found = {n: np.ascontiguousarray(v) for n, v in tensors.items() if v is not None}
     (folder / "config.json").write_text(json.dumps(about, indent=2))
     save_numpy(found, folder / "model.safetensors", metadata={"format": "mlx"})
+    beside.write_index(folder, total_parameters=1)  # whatever the number of files
     return folder
 
 
@@ -466,7 +472,7 @@ def gguf_metadata(made: Hybrid) -> dict[str, tuple[str, Any]]:
         values = [int(sign) for signs in made.signs.values() for sign in signs]
         names = [gguf_name(n) for n in made.codes if n != "model.embed_tokens"]
         rotation: dict[str, tuple[str, Any]] = {
-            "version": ("u32", 1), "block_size": ("u32", s.block),
+            "version": ("u32", 2 if s.tied else 1), "block_size": ("u32", s.block),
             "transform": ("str", "normalized-sylvester-walsh-hadamard"),
             "axis": ("str", "input-last-dimension"), "sign_mode": ("str", "explicit"),
             "sign_widths": ("[i32]", widths), "sign_values": ("[i32]", values),
@@ -474,6 +480,8 @@ def gguf_metadata(made: Hybrid) -> dict[str, tuple[str, Any]]:
             "inverse_weight_names": ("[str]", ["token_embd.weight"]),
             "gdn_v_grouped": ("bool", True),
         }  # fmt: skip
+        if s.tied:
+            rotation["tied_output"] = ("bool", True)
         found |= {f"prism.hadamard.{name}": value for name, value in rotation.items()}
     return found
 
@@ -499,6 +507,9 @@ def gguf_file(
         keys["qwen35.vision.block_count"] = ("u32", 2)
         for name in ("nextn.eh_proj", "attn_q"):
             tensors.append((f"blk.{layers}.{name}.weight", (2, 64), 8, bytes(2 * 2 * 34)))
+        if made.signs:  # a bundle may hold its layer rotated too
+            _, names = keys["prism.hadamard.weight_names"]
+            keys["prism.hadamard.weight_names"] = "[str]", [*names, f"blk.{layers}.attn_q.weight"]
         tensors.append(("v.patch_embd.weight", (4,), 0, bytes(16)))
     keys |= {name.replace("__", "."): value for name, value in change.items()}
     listed = [key(name, *v) for name, v in keys.items() if v is not None]

@@ -267,9 +267,10 @@ def architecture_of(metadata: Mapping[str, Any]) -> Architecture:
     return ARCHITECTURES[name]
 
 
-def decoder_layers(metadata: Mapping[str, Any], architecture: Architecture) -> int:
-    """Layers of the decoder, without those that draft tokens."""
-    return hybrid.gguf_layers(_Keys(metadata, architecture))
+def decoder_layers(metadata: Mapping[str, Any], architecture: Architecture) -> tuple[int, int]:
+    """Layers of the decoder, and blocks of the file: with those that draft tokens."""
+    keys = _Keys(metadata, architecture)
+    return hybrid.gguf_layers(keys), keys.integer("block_count")
 
 
 def hf_config(

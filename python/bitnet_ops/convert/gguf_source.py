@@ -24,7 +24,7 @@ from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.hybrid import written_rotation
 from bitnet_ops.config.scheme import Scheme, Storage
 from bitnet_ops.convert import hybrid
-from bitnet_ops.convert.checkpoint import copy_files
+from bitnet_ops.convert.checkpoint import copy_tokenizer
 from bitnet_ops.convert.errors import ConvertError, listed, reject
 from bitnet_ops.convert.gguf_config import (
     FACTOR_TENSORS,
@@ -43,7 +43,6 @@ from bitnet_ops.convert.gguf_tokenizer import tokenizer_files
 from bitnet_ops.convert.source import EMBEDDING, HEAD, Plan, Source, Ternary, Uneven, model_of
 from bitnet_ops.convert.ternary import SPREAD, check_finite, from_ternary, looks_ternary
 from bitnet_ops.formats import gguf_layouts as layouts
-from bitnet_ops.formats.destination import TOKENIZER_FILES
 from bitnet_ops.formats.gguf import MAX_TENSORS, GgufError, Reader, TensorInfo, is_strings
 from bitnet_ops.formats.gguf_layouts import I2S_LAYOUTS
 from bitnet_ops.loading.generation_config import GENERATION_CONFIG
@@ -128,8 +127,13 @@ class GgufSource(Source):
             for name, info in self.infos.items()
             if name in specs and (specs[name].kind == "ternary" or specs[name].may_be_ternary)
         }
-        tied = model.tie_word_embeddings
-        return hybrid.gguf_rotation(self.reader.metadata, matrices, model.delta_net, tied)
+        metadata, tied = self.reader.metadata, model.tie_word_embeddings
+        layers, blocks = decoder_layers(metadata, self.architecture)
+
+        def drafts(name: str) -> bool:
+            return hybrid.gguf_beside(name, layers, blocks) == hybrid.DRAFTS
+
+        return hybrid.gguf_rotation(metadata, matrices, model.delta_net, tied, drafts)
 
     @classmethod
     @contextmanager
@@ -231,10 +235,11 @@ class GgufSource(Source):
         if str(self._tokenizer) == "none":
             return []
         given = Path(self._tokenizer)
-        names = [name for name in TOKENIZER_FILES if (given / name).is_file()]
-        if "tokenizer.json" not in names:
+        if not (given / "tokenizer.json").is_file():
             reject("tokenizer-missing", f"tokenizer.json in {given}", "no such file")
-        return copy_files(given, folder, names)
+        names, remarks = copy_tokenizer(given, folder)
+        self.remarks += remarks
+        return names
 
     def _own_tokenizer(self, folder: Path) -> list[str]:
         made, remarks = tokenizer_files(self.reader.metadata, self.plan.config)
@@ -254,9 +259,13 @@ def _named(
     remark on those that were left out.
     """
     infos, unknown, factors, beside = {}, [], {}, []
-    layers = decoder_layers(reader.metadata, architecture) if architecture.family.hybrid else 0
+    layers, blocks = 0, 0
+    if architecture.family.hybrid:
+        layers, blocks = decoder_layers(reader.metadata, architecture)
+        if layers < blocks:
+            hybrid.check_drafts(reader.tensors, layers)
     for name, info in reader.tensors.items():
-        kind = hybrid.gguf_beside(name, layers) if architecture.family.hybrid else None
+        kind = hybrid.gguf_beside(name, layers, blocks) if architecture.family.hybrid else None
         if kind is not None:
             beside.append(kind)
             continue
