@@ -41,6 +41,7 @@ class Sizes:
     """block: of the rotation, 0: none. Head sizes: of attention, of keys and of values.
 
     faint: queries and keys are nearly nothing, so that the eps beside their lengths counts.
+    interval: every such layer has attention; 1: all of them.
     """
 
     hidden: int = 256
@@ -56,6 +57,7 @@ class Sizes:
     tied: bool = False
     block: int = 0
     faint: bool = False
+    interval: int = 4
 
     @property
     def keys(self) -> int:
@@ -66,7 +68,7 @@ class Sizes:
         return self.value_heads * self.dim
 
     def is_full(self, layer: int) -> bool:
-        return (layer + 1) % 4 == 0
+        return (layer + 1) % self.interval == 0
 
 
 CASES = {
@@ -190,7 +192,7 @@ def text_config(made: Hybrid) -> dict[str, Any]:
         "attn_output_gate": True,
         "bos_token_id": None,
         "eos_token_id": s.vocab - 2,
-        "full_attention_interval": 4,
+        "full_attention_interval": s.interval,
         "head_dim": s.head_dim,
         "hidden_act": "silu",
         "hidden_size": s.hidden,
@@ -462,7 +464,7 @@ def gguf_metadata(made: Hybrid) -> dict[str, tuple[str, Any]]:
         "rope.dimension_sections": ("[i32]", [*sections, 0]), "ssm.conv_kernel": ("u32", KERNEL),
         "ssm.state_size": ("u32", s.dim), "ssm.group_count": ("u32", s.key_heads),
         "ssm.time_step_rank": ("u32", s.value_heads), "ssm.inner_size": ("u32", s.values),
-        "full_attention_interval": ("u32", 4),
+        "full_attention_interval": ("u32", s.interval),
     }  # fmt: skip
     found = {"general.architecture": ("str", "qwen35"), "general.file_type": ("u32", 41)}
     found["tokenizer.ggml.eos_token_id"] = ("u32", s.vocab - 2)

@@ -318,7 +318,10 @@ def copy_tokenizer(source: Path, folder: Path) -> tuple[list[str], list[str]]:
     if known is not None:
         return names, remarks
     if not isinstance(template, str):
-        return names, [*remarks, f"{_OLD_TEMPLATE} is not read: expected a text chat_template in it"]
+        return names, [
+            *remarks,
+            f"{_OLD_TEMPLATE} is not read: expected a text chat_template in it",
+        ]
     (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
     remark = f"the chat template was taken from {_OLD_TEMPLATE} and written as {TEMPLATE_FILE}"
     return [*names, TEMPLATE_FILE], [*remarks, remark]

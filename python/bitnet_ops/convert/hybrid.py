@@ -46,6 +46,11 @@ _TOWER = ("model.visual.", "visual.", "vision_tower.")
 _DRAFTS = ("mtp.", "model.mtp.")
 
 
+def is_gate(name: str) -> bool:
+    """Whether a decoder's tensor is a matrix that decides what a state forgets and takes."""
+    return name.endswith(("linear_attn.in_proj_a.weight", "linear_attn.in_proj_b.weight"))
+
+
 def own_name(name: str) -> str | None:
     """A decoder's tensor as the flat form calls it; None for one beside the decoder."""
     name = _without_prefix(name)
