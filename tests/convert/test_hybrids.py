@@ -65,6 +65,8 @@ BAD_CONFIGS: dict[str, dict[str, Any]] = {
     "hidden_act to be absent or 'silu'": {"hidden_act": "relu2"},
     "partial_rotary_factor to leave an even number": {"partial_rotary_factor": 1e308},
     "partial_rotary_factor to be the same": {"partial_rotary_factor": 0.5},
+    "bitnet_ops to be an object": {"bitnet_ops": [1]},
+    "bitnet_ops.rotation": {"bitnet_ops": {"rotation": [1]}},
 }
 
 

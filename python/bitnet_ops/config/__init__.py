@@ -367,7 +367,7 @@ def _fields(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], 
             "hidden_act", act, "one of " + ", ".join(_ACTIVATIONS), "others are not implemented"
         )
     bos = _token_ids(config, "bos_token_id")
-    found = config.get(PRIVATE_BLOCK) or {}
+    found = _private(config)
     kv_heads = None if family.kv_heads_needed else heads
     classes = config.get("architectures")
     only_embeds = classes is not None and classes[0].endswith("Model")
@@ -409,15 +409,21 @@ def _fields(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], 
     return fields, remarks
 
 
+def _private(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a converter has written of the model; may be empty."""
+    found = config.get(PRIVATE_BLOCK) or {}
+    if not isinstance(found, Mapping):
+        raise reject(PRIVATE_BLOCK, str(found)[:60], "to be an object", "convert the model again")
+    return found
+
+
 def _norms_and_biases(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Which norms and biases a layer has: by the architecture, and by what a converter has found.
 
     The names of a checkpoint's tensors may show norms that no field of its config.json mentions;
     the converter then writes them into the private block.
     """
-    found = config.get(PRIVATE_BLOCK) or {}
-    if not isinstance(found, Mapping):
-        raise reject(PRIVATE_BLOCK, found, "to be an object", "convert the model again")
+    found = _private(config)
     quantization = config.get("quantization_config") or {}
     asked = quantization.get("use_rms_norm") or False
     eps = epsilon(quantization, "rms_norm_eps", 1e-6) if asked else 1e-6
