@@ -175,6 +175,17 @@ def compare(folder: Path, made: Hybrid, rounding: float) -> None:
     assert "text_config" not in config and "vision_config" not in config
 
 
+def test_one_model_has_the_same_bits_from_every_source(tmp_path: Path) -> None:
+    """A GGUF file holds -exp(A_log), of which A_log is not to be had again exactly."""
+    made = hybrids.make("plain", layers=4)
+    found = []
+    for form in ("flat-f32", "mlx", "PQ2_0", "F32"):
+        run(FORMS[form][0](tmp_path / form, made), tmp_path / f"{form}-out")
+        with Reader(tmp_path / f"{form}-out" / "model.bin") as reader:
+            found.append({name: bytes(reader.memory(name)) for name in reader.tensors})
+    assert all(one == found[0] for one in found[1:])
+
+
 UNPACKED: dict[str, Callable[[Path, Hybrid], Path]] = {
     "safetensors": partial(hybrids.write_unpacked, nested=True, dtype=torch.bfloat16),
     "gguf": partial(hybrids.write_gguf, kind="BF16", gates="BF16"),
@@ -672,3 +683,6 @@ def test_decays_must_be_below_zero(tmp_path: Path) -> None:
     with pytest.raises(ConvertError, match="below 0") as error:
         run(hybrids.write_gguf(tmp_path / "source", made), tmp_path / "out")
     assert error.value.code == "gguf-values"
+    run(hybrids.write_mlx(tmp_path / "folder", made), tmp_path / "out")
+    with Reader(tmp_path / "out" / "model.bin") as reader:
+        assert reader.tensor("model.layers.1.linear_attn.A_log")[2] == -200

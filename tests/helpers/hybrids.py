@@ -444,7 +444,7 @@ def gguf_tensors(made: Hybrid, kind: str, gates: str = "F32") -> Tensors:
         if name.endswith("conv1d.weight"):
             value = value[:, 0]
         if name.endswith("A_log"):
-            value = -np.exp(value)
+            value = -torch.exp(torch.from_numpy(value)).numpy()  # as convert_hf_to_gguf.py does
         form = gates if "in_proj" in name else "F32"
         content = plain(form, value)
         found.append((gguf_name(name), value.shape, TYPES[form][0], content))

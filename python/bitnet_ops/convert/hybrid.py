@@ -107,7 +107,14 @@ def has_summed_norms(shapes: Mapping[str, tuple[int, ...]], *, package: bool) ->
 
 
 def as_here(name: str, tensor: Tensor) -> Tensor:
-    """A dense tensor of a checkpoint in the form that a conversion has."""
+    """A dense tensor of a checkpoint in the form that a conversion has.
+
+    A_log goes the way of a GGUF file, which holds -exp(A_log) in float32 and so rounds it by up to
+    half a place: one model has the same bits from whichever source.
+    """
+    if name.endswith("A_log"):
+        found = _log_of(tensor.float().exp())
+        return torch.where(found.isfinite(), found, tensor.float())  # beyond what exp can hold
     if name.endswith(CONVOLUTION):
         tensor = tensor.flatten(1).t()
     return tensor.float().contiguous() if name.endswith(_FLOAT32) else tensor
@@ -372,8 +379,12 @@ def from_gguf(name: str, tensor: Tensor) -> Tensor:
     if name.endswith("A_log"):
         if not bool((tensor < 0).all()):
             reject("gguf-values", f"{name} as -exp(A_log), below 0", f"{float(tensor.max()):g}")
-        tensor = tensor.double().neg().log()
+        return _log_of(tensor.float().neg())
     return as_here(name, tensor)
+
+
+def _log_of(decay: Tensor) -> Tensor:
+    return decay.double().log().float().contiguous()
 
 
 def to_gguf(name: str, tensor: Tensor, net: DeltaNet) -> Tensor:
