@@ -399,7 +399,9 @@ def _from_layout(reader: Reader, info: TensorInfo, layout: str, exact: float | N
             f"{info.name} holds zeros alone",
         )
     if exact is not None:
-        if float(np.float16(np.float32(exact))) != scale:
+        with np.errstate(all="ignore"):
+            stored = float(np.float16(np.float32(exact)))
+        if stored != scale:
             reject("bad-scale", f"{info.name} with the scale {exact} as float16", f"{scale}")
         scale = exact
     return Ternary(rows, torch.tensor([scale], dtype=torch.float32))
@@ -510,8 +512,10 @@ def _dequantised(info: TensorInfo, data: Any) -> Tensor:
         if not known:
             raise NotImplementedError("unknown type")
         kind = gguf.GGMLQuantizationType[info.type.name]
-        for begin in range(0, len(rows), step):
-            out[begin : begin + step] = gguf.quants.dequantize(rows[begin : begin + step], kind)
+        with np.errstate(all="ignore"):  # what is not finite is rejected by its name
+            for begin in range(0, len(rows), step):
+                piece = rows[begin : begin + step]
+                out[begin : begin + step] = gguf.quants.dequantize(piece, kind)
     except NotImplementedError as error:
         reject("gguf-type", f"{info.name} of a type that the gguf package reads", f"{error}")
     return torch.from_numpy(out).view(info.shape)

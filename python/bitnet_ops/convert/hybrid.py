@@ -24,7 +24,7 @@ from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.hybrid import FULL, LINEAR, DeltaNet, Rotation, is_block
 from bitnet_ops.config.values import MOST_LAYERS
-from bitnet_ops.convert.errors import listed, reject
+from bitnet_ops.convert.errors import listed, reject, shown
 from bitnet_ops.convert.source import Ternary
 from bitnet_ops.formats.gguf import is_strings
 from bitnet_ops.models.tensors import ROTATION
@@ -535,7 +535,7 @@ def rotation_keys(
 
 
 def _reject_key(key: str, expected: str, found: object) -> NoReturn:
-    reject("gguf-rotation", f"{HADAMARD}{key} {expected}", repr(found)[:80],
+    reject("gguf-rotation", f"{HADAMARD}{key} {expected}", shown(found, 80),
            "other rotations are not implemented")  # fmt: skip
 
 
