@@ -30,7 +30,7 @@ FILES: dict[str, dict[str, Any]] = {
         ".gitattributes": "*.safetensors filter=lfs\n", "LICENSE": "MIT", "NOTICE.txt": "by them",
     },
     "trainer": {
-        "trainer_state.json": STATE, "training_args.bin": b"PK\x03\x04", "optimizer.pt": b"PK",
+        "trainer_state.json": STATE, "training_args.bin": b"PK\x03\x04",
         "scheduler.pt": b"PK", "rng_state.pth": b"PK", "all_results.json": {"loss": 1.5},
         "checkpoint-10/model.safetensors": b"not read", "runs/events.out": b"\x00",
     },
