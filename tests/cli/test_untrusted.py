@@ -181,6 +181,8 @@ def template(single: str, ids: Sequence[int] = (0,)) -> Any:
 LENGTHENS, SHORTENS = charsmap("x" * 5000), charsmap("x")
 REPLACES_SPACES = normalizers.Replace(" ", "▁")
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+DOUBLES = pre_tokenizers.Metaspace()
+EIGHTFOLD = pre_tokenizers.Sequence([pre_tokenizers.Digits(), DOUBLES, DOUBLES, DOUBLES])
 
 
 @pytest.mark.parametrize(
@@ -209,6 +211,15 @@ BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         {"model": models.WordPiece({"a": 0}, unk_token="a", max_input_chars_per_word=10**9)},
         {"model": models.BPE({"a": 0}, [], end_of_word_suffix="x" * 5000)},
         {"model": models.WordLevel({"a" * 9000: 0}, unk_token="a")},
+        # parts that are within their limits, and together beyond that of the whole
+        {"normalizer": normalizers.Replace("a", "a" * 200), "pre_tokenizer": EIGHTFOLD},
+        {
+            "normalizer": normalizers.Replace("a", "a" * 200),
+            "pre_tokenizer": DOUBLES,
+            "model": models.BPE({"a": 0}, [], byte_fallback=True),
+        },
+        {"decoder": decoders.Replace("a", "a" * 200), "model": models.BPE({"a" * 100: 0}, [])},
+        {"model": models.Unigram([("a", 0.0), ("a" * 600, 0.0)], 0)},
     ],
 )
 def test_a_tokenizer_that_may_not_end_is_rejected(part: dict[str, Any], tmp_path: Path) -> None:
@@ -226,6 +237,9 @@ def test_a_tokenizer_that_may_not_end_is_rejected(part: dict[str, Any], tmp_path
         {"normalizer": normalizers.Sequence([normalizers.Prepend("▁"), REPLACES_SPACES])},
         {"normalizer": normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])},
         {"normalizer": normalizers.Precompiled(SHORTENS)},
+        {"normalizer": normalizers.Sequence([normalizers.Precompiled(charsmap("x" * 33)),
+                                             normalizers.Replace(Regex(" {2,}"), "▁")]),
+         "pre_tokenizer": DOUBLES, "model": models.Unigram([("a", 0.0), ("▁" * 100, 0.0)], 0)},
         {"pre_tokenizer": pre_tokenizers.Sequence([split(r"\p{N}{1,3}"), BYTES])},
         {"pre_tokenizer": pre_tokenizers.Metaspace()},
         {"decoder": decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(),

@@ -24,7 +24,7 @@ import bonsai
 import hybrids
 from bitnet_ops import ops
 from bitnet_ops.cli import main
-from bitnet_ops.config import ModelConfig
+from bitnet_ops.config import ModelConfig, UnsupportedModelError
 from bitnet_ops.convert import ConvertError, convert, forward
 from bitnet_ops.convert.checkpoint import Checkpoint
 from bitnet_ops.convert.diff import diff
@@ -58,6 +58,52 @@ def test_names_and_shapes_follow_from_the_config(name: str) -> None:
     assert {n: tuple(spec.shape) for n, spec in specs.items()} == found
     nested = ModelConfig.from_hf(hybrids.nested_config(made))
     assert nested == ModelConfig.from_hf(hybrids.text_config(made))
+
+
+STATED = hybrids.text_config(hybrids.make("plain", layers=4))
+BAD_CONFIGS: dict[str, dict[str, Any]] = {
+    "hidden_act to be absent or 'silu'": {"hidden_act": "relu2"},
+    "partial_rotary_factor to leave an even number": {"partial_rotary_factor": 1e308},
+    "partial_rotary_factor to be the same": {"partial_rotary_factor": 0.5},
+    "bitnet_ops to be an object": {"bitnet_ops": [1]},
+    "bitnet_ops.rotation": {"bitnet_ops": {"rotation": [1]}},
+}
+
+
+@pytest.mark.parametrize("message", BAD_CONFIGS)
+def test_configs_that_are_rejected(message: str) -> None:
+    rope = STATED["rope_parameters"]
+    if "even" in message:
+        rope = {key: v for key, v in rope.items() if key != "partial_rotary_factor"}
+    with pytest.raises(UnsupportedModelError, match=re.escape(message)):
+        ModelConfig.from_hf({**STATED, "rope_parameters": rope, **BAD_CONFIGS[message]})
+
+
+def test_a_base_that_is_not_stated_is_that_of_transformers() -> None:
+    import transformers
+
+    silent = {key: v for key, v in STATED.items() if key != "rope_parameters"}
+    theirs = transformers.AutoConfig.for_model(**silent).rope_parameters["rope_theta"]
+    assert ModelConfig.from_hf(silent).rope_theta == theirs
+
+
+@pytest.mark.parametrize("entries", [["lm_head"], None, ["lm_head", "in_proj_a"]])
+def test_gates_of_online_checkpoints_must_be_left_out(tmp_path: Path, entries: Any) -> None:
+    """transformers ternarises whatever matrix the list does not name."""
+    made = hybrids.make("plain", layers=4)
+    source = hybrids.write_unpacked(tmp_path / "source", made, dtype=torch.float32)
+    path, block = source / "config.json", {"quant_method": "bitnet", "quantization_mode": "online",
+                                           "linear_class": "autobitlinear"}  # fmt: skip
+
+    def state(names: Any) -> None:
+        about = {**block, "modules_to_not_convert": names}
+        path.write_text(json.dumps({**STATED, "quantization_config": about}))
+
+    state(entries)
+    with pytest.raises(ConvertError, match="gates in_proj_a and in_proj_b left unquantised"):
+        run(source, tmp_path / "out")
+    state(["lm_head", "in_proj_a", "in_proj_b"])
+    run(source, tmp_path / "out")
 
 
 # Forms -------------------------------------------------------------------------------------------
@@ -127,6 +173,17 @@ def compare(folder: Path, made: Hybrid, rounding: float) -> None:
         config = json.loads(json.dumps(reader.config))
     assert config["architectures"] == ["Qwen3_5ForCausalLM"]
     assert "text_config" not in config and "vision_config" not in config
+
+
+def test_one_model_has_the_same_bits_from_every_source(tmp_path: Path) -> None:
+    """A GGUF file holds -exp(A_log), of which A_log is not to be had again exactly."""
+    made = hybrids.make("plain", layers=4)
+    found = []
+    for form in ("flat-f32", "mlx", "PQ2_0", "F32"):
+        run(FORMS[form][0](tmp_path / form, made), tmp_path / f"{form}-out")
+        with Reader(tmp_path / f"{form}-out" / "model.bin") as reader:
+            found.append({name: bytes(reader.memory(name)) for name in reader.tensors})
+    assert all(one == found[0] for one in found[1:])
 
 
 UNPACKED: dict[str, Callable[[Path, Hybrid], Path]] = {
@@ -311,6 +368,27 @@ FUNCTIONS: dict[str, tuple[str, Any]] = {
 }  # fmt: skip
 
 
+ALL_ATTENTION = {
+    "nested": ("nested", Sizes(dim=128, layers=2, interval=1)),
+    "mlx": ("mlx", Sizes(dim=128, layers=2, interval=1)),
+    "rotated mlx": ("mlx", Sizes(block=128, layers=2, interval=1)),
+    "PQ2_0": ("PQ2_0", Sizes(block=128, layers=2, interval=1)),
+}
+
+
+@pytest.mark.parametrize("case", ALL_ATTENTION)
+def test_without_convolutions_a_package_holds_what_norms_multiply_by(
+    tmp_path: Path, case: str
+) -> None:
+    """--verify goes by what the safetensors say of their writer."""
+    form, sizes = ALL_ATTENTION[case]
+    made = hybrids.make(sizes)
+    source = FORMS[form][0](tmp_path / "source", made)
+    found = run(source, tmp_path / "out", verify=True).verification
+    compare(tmp_path / "out", made, ROUNDING.get(form, 2.0**-20))
+    assert found["failures"] == [] and diff(source, tmp_path / "out")["tensors"] == []
+
+
 @pytest.mark.parametrize("mistake", [None, *MISTAKES])
 def test_the_fixture_sees_mistakes(mistake: str | None) -> None:
     made, expected = hybrids.make("rotated"), expected_logits("rotated")
@@ -416,8 +494,13 @@ BAD_FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "inverse_weight_names names": (
         "gguf-rotation", {f"{H}inverse_weight_names": ("[str]", ["output.weight"])}),
     "gdn_v_grouped True": ("gguf-rotation", {f"{H}gdn_v_grouped": None}),
+    "version 1, or 2 with tied_output": ("gguf-rotation", {f"{H}version": ("u32", 2)}),
+    "tied_output False but": (
+        "gguf-rotation", {f"{H}version": ("u32", 2), f"{H}tied_output": ("bool", True)}),
+    "tied_output True or False": ("gguf-rotation", {f"{H}tied_output": ("u32", 1)}),
     "metadata keys that are known": ("gguf-key", {f"{H}scale": ("f32", 1.0)}),
     "nextn_predict_layers": ("gguf-metadata", {f"{Q}nextn_predict_layers": ("u32", 9)}),
+    "nextn tensors in blk.3": ("gguf-metadata", {f"{Q}nextn_predict_layers": ("u32", 1)}),
     "ssm.inner_size": ("gguf-metadata", {f"{Q}ssm__inner_size": ("u32", 385)}),
     "recurrent_layers": ("gguf-metadata", {f"{Q}attention__recurrent_layers": ("[i32]", [1])}),
     "dimension_sections that": (
@@ -435,14 +518,29 @@ def test_files_that_are_rejected(tmp_path: Path, message: str) -> None:
     assert error.value.code == code
 
 
+@pytest.mark.parametrize(
+    "blocks, drafts, code",
+    [(4, 0, "unknown-tensor"), (8, 1, "gguf-metadata"), (5, 1, "gguf-metadata")],
+)
+def test_no_layer_is_lost_by_a_count(tmp_path: Path, blocks: int, drafts: int, code: str) -> None:
+    """Of eight layers and one that drafts, where keys count fewer."""
+    change = {f"{Q}block_count": ("u32", blocks), f"{Q}nextn_predict_layers": ("u32", drafts)}
+    file = hybrids.gguf_file(hybrids.make("plain"), kind="Q2_0", drafts=True, **change)
+    (tmp_path / "file.gguf").write_bytes(file)
+    with pytest.raises(ConvertError, match=r"blk\.[4578]") as error:
+        run(tmp_path / "file.gguf", tmp_path / "out")
+    assert error.value.code == code
+
+
 EMBEDDING = ["token_embd.weight"]
 
 
 @pytest.mark.parametrize("where", ["inverse alone", "both", "weight_names alone"])
 def test_a_tied_table_turns_whichever_list_has_it(tmp_path: Path, where: str) -> None:
+    """In version 1; version 2 has a key for it."""
     made = hybrids.make("square", layers=4)
     names = hybrids.gguf_metadata(made)["prism.hadamard.weight_names"][1]
-    change: dict[str, Any] = {}
+    change: dict[str, Any] = {f"{H}version": ("u32", 1), f"{H}tied_output": None}
     if where != "inverse alone":
         change[f"{H}weight_names"] = ("[str]", [*names, *EMBEDDING])
     if where == "weight_names alone":
@@ -585,3 +683,6 @@ def test_decays_must_be_below_zero(tmp_path: Path) -> None:
     with pytest.raises(ConvertError, match="below 0") as error:
         run(hybrids.write_gguf(tmp_path / "source", made), tmp_path / "out")
     assert error.value.code == "gguf-values"
+    run(hybrids.write_mlx(tmp_path / "folder", made), tmp_path / "out")
+    with Reader(tmp_path / "out" / "model.bin") as reader:
+        assert reader.tensor("model.layers.1.linear_attn.A_log")[2] == -200

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import hf_writer
 from bitnet_ops.cli import main
-from bitnet_ops.convert import convert, inspect
+from bitnet_ops.convert import ConvertError, convert, inspect
 from bitnet_ops.convert import diff as inspect_diff
 from bitnet_ops.convert.gguf_export import export_gguf
 from bitnet_ops.formats.sglbitnt import Reader, Writer
@@ -227,3 +227,19 @@ def test_damaged_models_are_one_line(tmp_path: Path, name: str, capsys) -> None:
         assert run(*words) == (2 if "--diff" in words else 1)  # 1 of --diff: they differ
         out, err = capsys.readouterr()
         assert out == "" and err.count("\n") == 1 and err.startswith("bitnet-ops: error: ")
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float64", "int16", "bool"])
+def test_weights_of_other_dtypes_are_shown_and_not_ternarised(
+    folder: Path, tmp_path: Path, dtype: str
+) -> None:
+    source = hf_writer.write_checkpoint(tmp_path / "source", FAMILIES["llama-online"])
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    for name in (Q_PROJ, NORM):
+        tensors[name] = tensors[name].to(getattr(torch, dtype))
+    save_file(tensors, file, metadata={"format": "pt"})
+    rows = {row["name"]: row for row in inspect.inspect(source)["tensors"]}
+    assert rows[Q_PROJ]["zero"] is None and len(rows[NORM]["sha256"]) == 64
+    with pytest.raises(ConvertError, match=f"float32, bfloat16 or float16, got {dtype}"):
+        inspect_diff.diff(source, folder / "v2")

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+import beside
 from gguf_bytes import gguf, key, ptq1_0, q2_0
 from gguf_models import tensor_name
 
@@ -183,6 +184,7 @@ def write_mlx(folder: Path, bonsai: Bonsai, **change: Any) -> Path:
     for name, changed in change.items():
         tensors[name] = changed(tensors[name])
     save_file(tensors, folder / "model.safetensors", metadata={"format": "mlx"})
+    beside.write_index(folder, total_parameters=1)  # whatever the number of files
     return folder
 
 

@@ -29,6 +29,7 @@ import torch
 from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import save_file
 
+import beside
 from gguf_bytes import gguf, key, ptq1_0, q2_0
 
 GROUP = 128
@@ -40,6 +41,7 @@ class Sizes:
     """block: of the rotation, 0: none. Head sizes: of attention, of keys and of values.
 
     faint: queries and keys are nearly nothing, so that the eps beside their lengths counts.
+    interval: every such layer has attention; 1: all of them.
     """
 
     hidden: int = 256
@@ -55,6 +57,7 @@ class Sizes:
     tied: bool = False
     block: int = 0
     faint: bool = False
+    interval: int = 4
 
     @property
     def keys(self) -> int:
@@ -65,7 +68,7 @@ class Sizes:
         return self.value_heads * self.dim
 
     def is_full(self, layer: int) -> bool:
-        return (layer + 1) % 4 == 0
+        return (layer + 1) % self.interval == 0
 
 
 CASES = {
@@ -189,7 +192,7 @@ def text_config(made: Hybrid) -> dict[str, Any]:
         "attn_output_gate": True,
         "bos_token_id": None,
         "eos_token_id": s.vocab - 2,
-        "full_attention_interval": 4,
+        "full_attention_interval": s.interval,
         "head_dim": s.head_dim,
         "hidden_act": "silu",
         "hidden_size": s.hidden,
@@ -328,12 +331,16 @@ def write_mlx(folder: Path, made: Hybrid, *, schema: int = 2, **change: Any) -> 
         ]
         namespace = {1: "mlx-lm-text", 2: "mlx-vlm-qwen3_5"}[schema]
         about |= {
+            "components": {"text": True, "vision": True, "mtp": False},
             "model_type": "prism_hadamard_qwen35", "base_model_type": "qwen3_5",
             "schema_version": schema, "tensor_namespace": namespace, "modules": modules,
             "gdn_activation_layout": "grouped", "requires_runtime": "runtime/artifact.py",
             "hadamard_config": "hadamard.json",
         }  # fmt: skip
         del about["architectures"]
+    else:  # save_config of mlx-lm
+        del about["vision_config"]
+        about["quantization_config"] = options
     tensors: dict[str, np.ndarray] = {}
     for module, codes in made.codes.items():
         scales = made.scales[module]
@@ -352,6 +359,7 @@ def write_mlx(folder: Path, made: Hybrid, *, schema: int = 2, **change: Any) -> 
     found = {n: np.ascontiguousarray(v) for n, v in tensors.items() if v is not None}
     (folder / "config.json").write_text(json.dumps(about, indent=2))
     save_numpy(found, folder / "model.safetensors", metadata={"format": "mlx"})
+    beside.write_index(folder, total_parameters=1)  # whatever the number of files
     return folder
 
 
@@ -436,7 +444,7 @@ def gguf_tensors(made: Hybrid, kind: str, gates: str = "F32") -> Tensors:
         if name.endswith("conv1d.weight"):
             value = value[:, 0]
         if name.endswith("A_log"):
-            value = -np.exp(value)
+            value = -torch.exp(torch.from_numpy(value)).numpy()  # as convert_hf_to_gguf.py does
         form = gates if "in_proj" in name else "F32"
         content = plain(form, value)
         found.append((gguf_name(name), value.shape, TYPES[form][0], content))
@@ -456,7 +464,7 @@ def gguf_metadata(made: Hybrid) -> dict[str, tuple[str, Any]]:
         "rope.dimension_sections": ("[i32]", [*sections, 0]), "ssm.conv_kernel": ("u32", KERNEL),
         "ssm.state_size": ("u32", s.dim), "ssm.group_count": ("u32", s.key_heads),
         "ssm.time_step_rank": ("u32", s.value_heads), "ssm.inner_size": ("u32", s.values),
-        "full_attention_interval": ("u32", 4),
+        "full_attention_interval": ("u32", s.interval),
     }  # fmt: skip
     found = {"general.architecture": ("str", "qwen35"), "general.file_type": ("u32", 41)}
     found["tokenizer.ggml.eos_token_id"] = ("u32", s.vocab - 2)
@@ -466,7 +474,7 @@ def gguf_metadata(made: Hybrid) -> dict[str, tuple[str, Any]]:
         values = [int(sign) for signs in made.signs.values() for sign in signs]
         names = [gguf_name(n) for n in made.codes if n != "model.embed_tokens"]
         rotation: dict[str, tuple[str, Any]] = {
-            "version": ("u32", 1), "block_size": ("u32", s.block),
+            "version": ("u32", 2 if s.tied else 1), "block_size": ("u32", s.block),
             "transform": ("str", "normalized-sylvester-walsh-hadamard"),
             "axis": ("str", "input-last-dimension"), "sign_mode": ("str", "explicit"),
             "sign_widths": ("[i32]", widths), "sign_values": ("[i32]", values),
@@ -474,6 +482,8 @@ def gguf_metadata(made: Hybrid) -> dict[str, tuple[str, Any]]:
             "inverse_weight_names": ("[str]", ["token_embd.weight"]),
             "gdn_v_grouped": ("bool", True),
         }  # fmt: skip
+        if s.tied:
+            rotation["tied_output"] = ("bool", True)
         found |= {f"prism.hadamard.{name}": value for name, value in rotation.items()}
     return found
 
@@ -499,6 +509,9 @@ def gguf_file(
         keys["qwen35.vision.block_count"] = ("u32", 2)
         for name in ("nextn.eh_proj", "attn_q"):
             tensors.append((f"blk.{layers}.{name}.weight", (2, 64), 8, bytes(2 * 2 * 34)))
+        if made.signs:  # a bundle may hold its layer rotated too
+            _, names = keys["prism.hadamard.weight_names"]
+            keys["prism.hadamard.weight_names"] = "[str]", [*names, f"blk.{layers}.attn_q.weight"]
         tensors.append(("v.patch_embd.weight", (4,), 0, bytes(16)))
     keys |= {name.replace("__", "."): value for name, value in change.items()}
     listed = [key(name, *v) for name, v in keys.items() if v is not None]

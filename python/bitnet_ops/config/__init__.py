@@ -26,6 +26,8 @@ from bitnet_ops.config.hybrid import KEYS as HYBRID_KEYS
 from bitnet_ops.config.hybrid import DeltaNet as DeltaNet
 from bitnet_ops.config.hybrid import Rotation as Rotation
 from bitnet_ops.config.hybrid import flat, read_delta_net, read_rotary_dim, read_rotation
+from bitnet_ops.config.keys import HARMLESS, MATHS, READ, REMARKS
+from bitnet_ops.config.keys import PRIVATE_BLOCK as PRIVATE_BLOCK
 from bitnet_ops.config.rope import RopeScaling as RopeScaling
 from bitnet_ops.config.rope import read_rope
 from bitnet_ops.config.scalings import KEYS as SCALING_KEYS
@@ -42,8 +44,6 @@ from bitnet_ops.config.values import (
     reject,
 )
 from bitnet_ops.config.values import UnsupportedModelError as UnsupportedModelError
-
-PRIVATE_BLOCK = "bitnet_ops"
 
 
 @dataclass(frozen=True)
@@ -247,44 +247,6 @@ def _family(config: Mapping[str, Any]) -> Family:
 
 # Options that change the maths -----------------------------------------------------------------
 
-# field -> (values that leave the maths as implemented, what the field would switch on).
-_MATHS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "attention_bias": ((False,), "biases in the attention projections"),
-    "mlp_bias": ((False,), "biases in the MLP projections"),
-    "use_bias": ((False,), "biases in the projections"),
-    "qkv_bias": ((False,), "biases in the attention projections"),
-    "use_qk_norm": ((False,), "norms on queries and keys"),
-    "qk_norm": ((False,), "norms on queries and keys"),
-    "qk_layernorm": ((False,), "norms on queries and keys"),
-    "use_rms_norm": ((False,), "an RMSNorm inside every linear layer"),
-    "use_sliding_window": ((False,), "sliding-window attention in this architecture"),
-    "attention_chunk_size": ((), "chunked attention"),
-    "no_rope_layers": (([],), "layers without rotary embedding"),
-    "partial_rotary_factor": ((1, 1.0), "rotary embedding of a part of each head"),
-    "rotary_pct": ((1, 1.0), "rotary embedding of a part of each head"),
-    "position_embedding_type": (("rope", "rotary", "absolute"), "another position embedding"),
-    "attn_logit_softcapping": ((), "soft-capped attention scores"),
-    "final_logit_softcapping": ((), "soft-capped logits"),
-    "logit_scale": ((1, 1.0), "scaled logits"),
-    "logits_scaling": ((1, 1.0), "scaled logits"),
-    "embedding_multiplier": ((1, 1.0), "scaled embeddings"),
-    "scale_emb": ((1, 1.0), "scaled embeddings"),
-    "residual_multiplier": ((1, 1.0), "a scaled residual stream"),
-    "scale_depth": ((1, 1.0), "a scaled residual stream"),
-    "attention_multiplier": ((), "another attention scale"),
-    "query_pre_attn_scalar": ((), "another attention scale"),
-    "num_experts": ((0, 1), "a mixture of experts"),
-    "num_local_experts": ((0, 1), "a mixture of experts"),
-    "n_routed_experts": ((0, 1), "a mixture of experts"),
-    "is_encoder_decoder": ((False,), "an encoder"),
-    "add_cross_attention": ((False,), "cross-attention"),
-    "group_size": ((), "one scale per group of weights"),
-    "sparse_config": ((), "sparse attention"),
-    "use_bidirectional_attention": ((False,), "attention to later tokens"),
-    "is_causal": ((True,), "attention to later tokens"),
-    "rope_interleaved": ((False,), "another order of the rotary pairs"),
-}
-
 
 def _keys_of(family: Family) -> frozenset[str]:
     """Keys that the family gives a meaning."""
@@ -298,7 +260,7 @@ def _reject_other_maths(config: Mapping[str, Any], family: Family) -> None:
             remedy = "that key belongs to the 1bitLLM architecture"
             raise reject(name, config[name], "to be absent for this architecture", remedy)
     read = _keys_of(family)
-    for name, (allowed, meaning) in _MATHS.items():
+    for name, (allowed, meaning) in MATHS.items():
         value = None if name in read else config.get(name)
         if value is not None and value not in allowed:
             expected = f"to be absent or {allowed[0]!r}" if allowed else "to be absent"
@@ -380,18 +342,32 @@ def _head_dim(config: Mapping[str, Any], hidden: int, heads: int, default: int |
     return integer({"head_dim": hidden // heads}, "head_dim", most=MOST_HEAD_DIM)
 
 
+def _activation(config: Mapping[str, Any], family: Family) -> object:
+    """By the key that the family's class reads; hidden_act must not contradict another one."""
+    if family.scalings != "gemma3_text":
+        return config.get("hidden_act") or family.hidden_act
+    read = config.get("hidden_activation") or family.hidden_act
+    if config.get("hidden_activation") is None and config.get("hidden_act") not in (None, read):
+        raise reject(
+            "hidden_act",
+            config["hidden_act"],
+            f"to be absent or {read!r} where hidden_activation is absent",
+            "this architecture reads hidden_activation alone: state there which one is meant",
+        )
+    return read
+
+
 def _fields(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], tuple[str, ...]]:
     """(fields of ModelConfig, remarks on them)."""
     heads = integer(config, "num_attention_heads")
     hidden = integer(config, "hidden_size")
-    named = "hidden_activation" if family.scalings == "gemma3_text" else "hidden_act"
-    act = config.get(named) or config.get("hidden_act", family.hidden_act)
+    act = _activation(config, family)
     if act not in _ACTIVATIONS:
         raise reject(
             "hidden_act", act, "one of " + ", ".join(_ACTIVATIONS), "others are not implemented"
         )
     bos = _token_ids(config, "bos_token_id")
-    found = config.get(PRIVATE_BLOCK) or {}
+    found = _private(config)
     kv_heads = None if family.kv_heads_needed else heads
     classes = config.get("architectures")
     only_embeds = classes is not None and classes[0].endswith("Model")
@@ -433,15 +409,21 @@ def _fields(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], 
     return fields, remarks
 
 
+def _private(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a converter has written of the model; may be empty."""
+    found = config.get(PRIVATE_BLOCK) or {}
+    if not isinstance(found, Mapping):
+        raise reject(PRIVATE_BLOCK, str(found)[:60], "to be an object", "convert the model again")
+    return found
+
+
 def _norms_and_biases(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Which norms and biases a layer has: by the architecture, and by what a converter has found.
 
     The names of a checkpoint's tensors may show norms that no field of its config.json mentions;
     the converter then writes them into the private block.
     """
-    found = config.get(PRIVATE_BLOCK) or {}
-    if not isinstance(found, Mapping):
-        raise reject(PRIVATE_BLOCK, found, "to be an object", "convert the model again")
+    found = _private(config)
     quantization = config.get("quantization_config") or {}
     asked = quantization.get("use_rms_norm") or False
     eps = epsilon(quantization, "rms_norm_eps", 1e-6) if asked else 1e-6
@@ -486,41 +468,6 @@ def _check_consistency(c: ModelConfig) -> None:
 
 # Everything else ------------------------------------------------------------------------------
 
-# Describes the file, its training or a run of another library; never the forward pass.
-_HARMLESS = frozenset(
-    """_attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash
-    _flash_attn_2_enabled _name_or_path attention_dropout attn_dropout attn_implementation
-    bad_words_ids begin_suppress_tokens bos_token bos_token_id chunk_size_feed_forward
-    classifier_dropout eos_token gradient_checkpointing is_llama_config keys_to_ignore_at_inference
-    max_new_tokens mup_denominator pad_token transformers.js_config use_return_dict
-    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype
-    early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id
-    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
-    hidden_dropout_prob id2label initializer_range is_decoder label2id length_penalty max_length
-    min_length model_max_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
-    output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp
-    problem_type pruned_heads remove_invalid_values repetition_penalty resid_pdrop return_dict
-    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature
-    tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
-    transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
-    """.split()
-)
-_READ = frozenset(
-    """model_type architectures vocab_size hidden_size intermediate_size num_hidden_layers
-    num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps rope_theta
-    rope_parameters rope_scaling max_position_embeddings
-    original_max_position_embeddings tie_word_embeddings layer_types
-    quantization_config weight_bits input_bits sliding_window max_window_layers
-    """.split()
-) | {PRIVATE_BLOCK}
-_REMARKS = {
-    "auto_map": "code shipped with a checkpoint is never run",
-    "bd_size": "a block-diffusion model: it is run as an ordinary causal model, left to right, "
-    "which is not how it was trained",
-    "mask_token_id": "only block-diffusion decoding uses it, which is not implemented",
-}
-
-
 _UNKNOWN = (
     "it is not known here and may change what the model computes; only if it does not, remove it"
 )
@@ -528,7 +475,7 @@ _UNKNOWN = (
 
 def _reject_unknown(config: Mapping[str, Any], family: Family) -> None:
     """Reject a key that is neither read nor known to be harmless; null says nothing."""
-    known = _READ | _HARMLESS | _MATHS.keys() | _REMARKS.keys() | _keys_of(family)
+    known = READ | HARMLESS | MATHS.keys() | REMARKS.keys() | _keys_of(family)
     for name, value in config.items():
         if value is not None and name not in known:
             raise reject(name, str(value)[:60], "to be absent", _UNKNOWN)
@@ -544,7 +491,7 @@ def _notes(config: Mapping[str, Any]) -> tuple[str, ...]:
         )
     notes += [
         f"config key {name} = {str(config[name])[:60]}: {remark}"
-        for name, remark in _REMARKS.items()
+        for name, remark in REMARKS.items()
         if config.get(name) is not None
     ]
     return tuple(notes)

@@ -144,7 +144,6 @@ FAMILIES = (
     Family(  # published nested under "text_config", with a tower for images that is not run
         "qwen3_5_text",
         ("Qwen3_5ForCausalLM",),
-        rope_theta=10000000.0,
         head_dim=256,
         positions=32768,
         kv_heads_needed=True,

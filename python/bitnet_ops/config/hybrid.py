@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from bitnet_ops.config.keys import HARMLESS, MATHS, PRIVATE_BLOCK, READ, REMARKS
 from bitnet_ops.config.values import (
     MOST_LAYERS,
     UnsupportedModelError,
@@ -34,9 +35,14 @@ KEYS = frozenset(
 )
 # of rope_parameters: they place tokens of images; a text's three positions are equal
 _IMAGE_ROPE = ("mrope_section", "mrope_interleaved")
-# of the outer object: the decoder's dictionary, the tower that is not run, ids of its tokens
-_OUTER = ("text_config", "vision_config", "image_token_id", "video_token_id",
-          "vision_start_token_id", "vision_end_token_id")  # fmt: skip
+# of the outer object: what it shares with the decoder, which transformers reads there
+_SHARED = {"architectures", "model_type", "quantization_config", "tie_word_embeddings",
+           PRIVATE_BLOCK}  # fmt: skip
+_KNOWN = READ | HARMLESS | MATHS.keys() | REMARKS.keys() | KEYS
+# its own: the decoder's dictionary, the tower that is not run, ids of its tokens
+_OUTER = {"text_config", "vision_config", "image_token_id", "video_token_id",
+          "vision_start_token_id", "vision_end_token_id", "language_model_only",
+          "generation_config"}  # fmt: skip
 NESTED = {"qwen3_5": ("qwen3_5_text", "Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")}
 
 
@@ -99,7 +105,13 @@ class Rotation:
 def flat(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The decoder's config of a published, nested one; any other as it is.
 
-    Raises UnsupportedModelError for a nested one without a `text_config`.
+    transformers builds the decoder of its `text_config` alone, and writers put into the outer
+    object what they like. So a key that is not known there is passed over (`passed_over` lists
+    them), whereas inside it is rejected, since it may change the maths. A key that would mean
+    something of the decoder must stand inside: outside alone it is rejected, beside one inside it
+    says nothing.
+
+    Raises UnsupportedModelError for that, and for a nested one without a `text_config`.
     """
     if str(config.get("model_type")) not in NESTED:
         return config
@@ -113,7 +125,11 @@ def flat(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if names not in (None, [outer], [inner]):
         raise reject("architectures", names, f"[{outer!r}]", "other architectures are not "
                      "implemented")  # fmt: skip
-    result = {key: value for key, value in config.items() if key not in _OUTER}
+    result = {k: value for k, value in config.items() if k in _KNOWN and k not in _OUTER}
+    for key, value in result.items():
+        if value is not None and text.get(key) is None and _is_decoders(key, value):
+            raise reject(key, str(value)[:60], "to stand in text_config, which describes the "
+                         "decoder", "move it there if it holds for the decoder")  # fmt: skip
     for key, value in text.items():
         if key not in ("architectures", "model_type") and value is not None:
             result[key] = value
@@ -121,6 +137,20 @@ def flat(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if config.get("tie_word_embeddings") is not None:
         result["tie_word_embeddings"] = config["tie_word_embeddings"]
     return {**result, "model_type": model_type, "architectures": [inner]}
+
+
+def _is_decoders(key: str, value: object) -> bool:
+    """Whether a key of an outer object would change what the decoder computes."""
+    if key in _SHARED or key in HARMLESS or key in REMARKS or key.startswith("mtp_"):
+        return False
+    return key not in MATHS or value not in MATHS[key][0]
+
+
+def passed_over(config: Mapping[str, Any]) -> list[str]:
+    """Keys of a nested config's outer object that nothing here knows."""
+    if str(config.get("model_type")) not in NESTED:
+        return []
+    return sorted(k for k, v in config.items() if v is not None and k not in _KNOWN | _OUTER)
 
 
 def refuse_states(who: str, config: Mapping[str, Any]) -> None:
@@ -176,6 +206,7 @@ MOST_KEY_DIM, MOST_KERNEL = 256, 8
 def _check_options(config: Mapping[str, Any]) -> None:
     """Reject what asks for another forward pass than that of transformers' class."""
     allowed: dict[str, tuple[Any, ...]] = {
+        "hidden_act": ("silu",),  # transformers has it in the convolution too
         "attn_output_gate": (True,),
         "output_gate_type": ("swish", "silu"),
         "mamba_ssm_dtype": ("float32",),
@@ -233,8 +264,8 @@ def read_rotary_dim(config: Mapping[str, Any], head_dim: int) -> tuple[int, Mapp
         raise reject("partial_rotary_factor", factors, "to be the same in every spelling",
                      "keep one of them")  # fmt: skip
     share = next(iter(factors.values()), 0.25)
-    dim = int(head_dim * share)
-    if not 0 < share <= 1 or dim < 2 or dim % 2:
+    dim = int(head_dim * share) if 0 < share <= 1 else 0
+    if dim < 2 or dim % 2:
         raise reject("partial_rotary_factor", share,
                      f"to leave an even number of a head's {head_dim} features",
                      "repair config.json")  # fmt: skip

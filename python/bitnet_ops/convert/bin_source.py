@@ -17,11 +17,10 @@ from torch import Tensor
 
 from bitnet_ops.config import PRIVATE_BLOCK, ModelConfig, UnsupportedModelError
 from bitnet_ops.config.scheme import Scheme, Storage
-from bitnet_ops.convert.checkpoint import copy_files
+from bitnet_ops.convert.checkpoint import copy_tokenizer
 from bitnet_ops.convert.errors import ConvertError, listed, reject
 from bitnet_ops.convert.plan import LARGEST_SCALE
 from bitnet_ops.convert.source import Plan, Source, Ternary
-from bitnet_ops.formats.destination import TOKENIZER_FILES
 from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, is_sglbitnt, model_file
 from bitnet_ops.loading.model_contents import completed_config, own_tensors
 from bitnet_ops.models import TensorError, TensorSpec, check_names, expected_tensors
@@ -121,7 +120,9 @@ class BinSource(Source):
         self._reader.release(name)
 
     def finish(self, folder: Path) -> list[str]:
-        return copy_files(self.path.parent, folder, TOKENIZER_FILES)
+        names, remarks = copy_tokenizer(self.path.parent, folder)
+        self.remarks += remarks
+        return names
 
     def files(self) -> dict[str, Path]:
         return {self.path.name: self.path}

@@ -29,10 +29,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bitnet_ops.config import UnsupportedModelError
-from bitnet_ops.config.hybrid import flat, written_rotation
+from bitnet_ops.config.hybrid import flat, passed_over, written_rotation
 from bitnet_ops.convert.errors import ConvertError, listed, reject
-from bitnet_ops.convert.hybrid import PACKAGE, PackageRotation, read_package
+from bitnet_ops.convert.hybrid import PACKAGE, PackageRotation, own_name, read_package
 from bitnet_ops.convert.source import reject_changed, stamp
+from bitnet_ops.formats.destination import TOKENIZER_FILES
+from bitnet_ops.generate.tokenizer import CONFIG_FILE, TEMPLATE_FILE
 from bitnet_ops.models.tensors import ROTATION, rotation_shapes
 from bitnet_ops.untrusted import (
     LFS_POINTER,
@@ -50,6 +52,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
+_OLD_TEMPLATE, _NAMED_TEMPLATES = "chat_template.json", "additional_chat_templates"
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _DTYPE_NAMES = {
     torch.float32: "F32",
@@ -89,8 +92,9 @@ class Checkpoint:
     `allow_pickle`: where there are no safetensors, take pytorch_model.bin or its shards; `pickled`
     says that this happened. `packed_mlx`: the shapes of the weights that an MLX package holds in 2
     bits; `config` and `tensors` are then those of the floating checkpoint. `found`: of the private
-    block, the rotation of a package that has one. A nested config.json is seen flat. Raises
-    ConvertError for anything that is not a complete, unambiguous checkpoint.
+    block, the rotation of a package that has one. `remarks`: what of config.json was not read. A
+    nested config.json is seen flat. Raises ConvertError for anything that is not a complete,
+    unambiguous checkpoint.
     """
 
     def __init__(self, folder: str | Path, *, allow_pickle: bool = False) -> None:
@@ -105,6 +109,7 @@ class Checkpoint:
             reject("config-missing", f"config.json in {folder}", "a LoRA adapter",
                    "name the model it is for, and this folder by --lora")  # fmt: skip
         self.config = _read_object(self.folder, "config.json", "config-missing", "config-json")
+        _reject_folded(self.folder, self.config)
         names, index = _weight_files(self.folder, allow_pickle)
         _check_links(self.folder, names)
         self.pickled = not names[0].endswith(".safetensors")
@@ -114,6 +119,7 @@ class Checkpoint:
             _check_index(self.folder, index, self.tensors)
         self.packed_mlx: dict[str, tuple[int, int]] = {}
         self.found: dict[str, Any] = {}
+        self.remarks: list[str] = []
         self._rotation: PackageRotation | None = None
         if self.config.get("model_type") == PACKAGE:
             self.config, blocks = read_package(self.config)
@@ -121,6 +127,10 @@ class Checkpoint:
             self._see_rotation(blocks)
         elif is_mlx(self.config):
             self._see_mlx()
+        if passed := passed_over(self.config):
+            self.remarks.append(
+                f"keys of config.json beside text_config not read: {listed(passed)}"
+            )
         try:
             self.config = dict(flat(self.config))
         except UnsupportedModelError as error:
@@ -179,9 +189,14 @@ class Checkpoint:
         """The size of all weight files together."""
         return sum((self.folder / name).stat().st_size for name in self._files)
 
+    @property
+    def framework(self) -> str | None:
+        """What the safetensors say of their writer: "pt" or "mlx", None where they are silent."""
+        return next(iter(self._files.values())).framework
+
     def code_files(self) -> list[str]:
         """Python files beside the weights, which are never imported."""
-        return sorted(path.name for path in self.folder.glob("*.py"))
+        return sorted(p.name for p in self.folder.glob("*.py") if not p.name.startswith("."))
 
 
 # What sentence-transformers does with a model, as far as `embed` does it too.
@@ -281,6 +296,37 @@ def copy_files(source: Path, folder: Path, names: Iterable[str]) -> list[str]:
     return present
 
 
+def copy_tokenizer(source: Path, folder: Path) -> tuple[list[str], list[str]]:
+    """Copy the files of the tokenizer; (their names in `folder`, remarks).
+
+    A chat template comes as chat_template.jinja, which is what transformers writes, too where it
+    lies in chat_template.json alone: processors kept it there before.
+    """
+    names = copy_files(source, folder, TOKENIZER_FILES)
+    remarks = []
+    if (source / _NAMED_TEMPLATES).is_dir():
+        remarks.append(f"{_NAMED_TEMPLATES} is not read: the default template serves every request")
+    if TEMPLATE_FILE in names or not (source / _OLD_TEMPLATE).is_file():
+        return names, remarks
+    try:
+        _check_links(source, [_OLD_TEMPLATE])
+        template = read_json_object(source / _OLD_TEMPLATE).get("chat_template")
+        config = source / CONFIG_FILE
+        known = read_json_object(config).get("chat_template") if config.is_file() else None
+    except (UntrustedFileError, ConvertError):
+        template = known = None
+    if known is not None:
+        return names, remarks
+    if not isinstance(template, str):
+        return names, [
+            *remarks,
+            f"{_OLD_TEMPLATE} is not read: expected a text chat_template in it",
+        ]
+    (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
+    remark = f"the chat template was taken from {_OLD_TEMPLATE} and written as {TEMPLATE_FILE}"
+    return [*names, TEMPLATE_FILE], [*remarks, remark]
+
+
 def _weight_files(folder: Path, allow_pickle: bool) -> tuple[list[str], str | None]:
     """The names of the files that make up the checkpoint, and that of their index if sharded."""
     found = _single_or_index(folder, SINGLE, INDEX, ".safetensors")
@@ -294,23 +340,36 @@ def _weight_files(folder: Path, allow_pickle: bool) -> tuple[list[str], str | No
 def _single_or_index(
     folder: Path, single: str, index: str, suffix: str
 ) -> tuple[list[str], str | None] | None:
-    one, sharded = (folder / single).is_file(), (folder / index).is_file()
-    if one and sharded:
-        reject(
-            "ambiguous-weights",
-            f"either {single} or {index}",
-            "both",
-            "remove the set that does not belong to this config.json",
-        )
-    if one:
+    """A single file, or what the index names; None where there is neither.
+
+    mlx-lm writes an index beside a single file too, and transformers reads the single file where
+    both are there: an index is not needed beside it, and only says whether there is another set.
+    """
+    if (folder / single).is_file():
+        others = _others(folder, single, index, suffix)
+        if others:
+            reject("ambiguous-weights", f"{single}, or the files that {index} names",
+                   f"both, {single} and {listed(others)}",
+                   "remove the set that does not belong to this config.json")  # fmt: skip
         return [single], None
-    if sharded:
+    if (folder / index).is_file():
         return _shard_names(folder, index, _weight_map(folder, index, suffix)), index
     return None
 
 
+def _others(folder: Path, single: str, index: str, suffix: str) -> list[str]:
+    """The files beside `single` that `index` names and that are there."""
+    if not (folder / index).is_file():
+        return []
+    try:
+        names = set(_weight_map(folder, index, suffix).values())
+    except ConvertError:  # it names no files, so there is no other set
+        return []
+    return sorted(n for n in names if n != single and (folder / n).is_file())
+
+
 def _reject_other_weights(folder: Path, allow_pickle: bool) -> NoReturn:
-    names = sorted(path.name for path in folder.iterdir())
+    names = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
     pickled = [name for name in names if name.endswith(_PICKLE_SUFFIXES)]
     if pickled:
         reject(
@@ -343,6 +402,17 @@ def _dangling(folder: Path, names: Iterable[str]) -> tuple[str, str] | None:
     if not gone:
         return None
     return f"a link to a file that is not there, {listed(gone)}", "finish the download"
+
+
+# Beside a checkpoint whose matrices were rotated; PrismML's converter to GGUF reads it.
+_FOLDED = "hadamard_packing.json"
+
+
+def _reject_folded(folder: Path, config: Mapping[str, Any]) -> None:
+    """Reject rotated matrices whose rotation config.json does not speak of."""
+    if config.get("model_type") != PACKAGE and (folder / _FOLDED).exists():
+        reject("folded", f"a checkpoint without {_FOLDED}", "one: its matrices are rotated",
+               "convert the GGUF or the MLX package that was made of it")  # fmt: skip
 
 
 def _weight_map(folder: Path, index: str, suffix: str) -> dict[str, str]:
@@ -386,6 +456,11 @@ class _Shard:
         except UntrustedFileError as error:
             raise ConvertError("safetensors-corrupt", f"convert: {error}") from None
         self._read_bytes = 0
+
+    @property
+    def framework(self) -> str | None:
+        found: str | None = (self._handle.metadata() or {}).get("format")
+        return found
 
     def keys(self) -> list[str]:
         return list(self._handle.keys())
@@ -454,6 +529,8 @@ class PickleFile:
     torch.load(weights_only=True) builds tensors and plain containers and rejects everything that
     could run code. The file is mapped where its format allows it.
     """
+
+    framework = "pt"
 
     def __init__(self, path: Path) -> None:
         self._tensors = _load_pickle(path)
@@ -589,9 +666,9 @@ def _mlx_plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """config.json without its quantisation, once that is known to be one of 2 bits in groups."""
     block = config["quantization"]
     other = config.get("quantization_config")
-    if other is not None and other != block:
+    if other and other != block:
         reject("mlx", "quantization_config as quantization says", repr(other)[:80])
-    modules = {k: v for k, v in block.items() if k not in _OPTIONS}
+    modules = {k: v for k, v in block.items() if k not in _OPTIONS and own_name(k) is not None}
     wrong = [k for k, v in modules.items() if v not in (True, False) and not isinstance(v, dict)]
     if wrong:
         reject("mlx", "the options of MLX's quantization alone", listed(wrong))
@@ -613,13 +690,15 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
 def _mlx_quantized(shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, tuple[int, int]]:
     """name of a weight -> its logical shape [N, K], of every module with scales and biases.
 
-    `shapes`: dtype and shape of every tensor of the package.
+    Those beside the decoder may have other bits. `shapes`: dtype and shape of every tensor.
     """
     found = {}
     for name, (dtype, shape) in shapes.items():
         module = name.removesuffix(".weight")
         parts = [module + part for part in _PARTS]
         if dtype != "U32" or module == name or not all(part in shapes for part in parts):
+            continue
+        if own_name(name) is None:
             continue
         n, words = shape if len(shape) == 2 else (0, 0)
         k = _CODES * words

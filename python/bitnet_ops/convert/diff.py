@@ -16,8 +16,9 @@ from torch import Tensor
 
 from bitnet_ops import ops
 from bitnet_ops.config import PRIVATE_BLOCK
-from bitnet_ops.convert.errors import said_by
+from bitnet_ops.convert.errors import reject, said_by
 from bitnet_ops.convert.inspect import Contents, Values, open_source
+from bitnet_ops.convert.ternary import MASTERS
 from bitnet_ops.errors import counted
 from bitnet_ops.nn.packing import spread_scales
 from bitnet_ops.nn.storage import GROUP_SIZES
@@ -79,6 +80,8 @@ def _same_values(dense: Values, ternary: Values) -> bool:
     """Whether a dense matrix holds what the other one's codes and scales multiply to."""
     if dense.dense is None or ternary.codes is None or ternary.scales is None:
         return False
+    if dense.dense.dtype not in MASTERS:
+        return False
     scales, columns = ternary.scales, ternary.codes.shape[1]
     if scales.dim() == 2:
         size = next(size for size in GROUP_SIZES if -(-columns // size) == scales.shape[1])
@@ -91,6 +94,9 @@ def _same_values(dense: Values, ternary: Values) -> bool:
 def _ternarised(values: Values) -> Values:
     if values.dense is None:
         return values
+    if values.dense.dtype not in MASTERS:
+        dtype = str(values.dense.dtype).removeprefix("torch.")
+        reject("dtype", "weights beside ternary ones as float32, bfloat16 or float16", dtype)
     codes, scale = ops.quantize_weights(values.dense)
     return Values(codes=codes, scales=scale)
 

@@ -43,6 +43,13 @@ def said_by(name: str) -> Iterator[None]:
         raise
 
 
+def shown(value: object, limit: int = 60) -> str:
+    """A value for a message: numbers and arrays of NumPy as Python's own, in one line."""
+    if hasattr(value, "dtype") and hasattr(value, "tolist"):
+        value = (value[:16] if getattr(value, "ndim", 0) else value).tolist()  # type: ignore[index]
+    return repr(value)[:limit]
+
+
 def listed(names: list[str], limit: int = 4) -> str:
     """`a, b, c, d and 3 more`: names for a message, never a flood."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""

@@ -18,7 +18,7 @@ from bitnet_ops.config import RopeScaling
 from bitnet_ops.config.families import FAMILIES, Family
 from bitnet_ops.config.scalings import FULL, SLIDING
 from bitnet_ops.convert import hybrid
-from bitnet_ops.convert.errors import listed, reject
+from bitnet_ops.convert.errors import listed, reject, shown
 from bitnet_ops.convert.gguf_tokenizer import LLAMA3_TOKEN
 from bitnet_ops.formats.gguf import OXIBONSAI_KEYS, is_strings
 
@@ -59,7 +59,7 @@ def rope_scaling(
     kind = keys.text("rope.scaling.type", "longrope" if LONG in factors else "linear")
     if kind not in _KINDS:
         expected = f"{keys.name('rope.scaling.type')} among {', '.join(_KINDS)}"
-        reject("gguf-maths", expected, repr(kind)[:60], "it asks for maths that is not implemented")
+        reject("gguf-maths", expected, shown(kind), "it asks for maths that is not implemented")
     stated = "rope.scaling.factor" if "rope.scaling.factor" in keys else "rope.scale_linear"
     factor = keys.decimal(stated, 1.0)
     attention = math.prod(keys.decimal(key, 1.0) for key in _ATTENTION)
@@ -251,11 +251,11 @@ def architecture_of(metadata: Mapping[str, Any]) -> Architecture:
         reject(
             "gguf-architecture",
             f"general.architecture among {', '.join(ARCHITECTURES)}",
-            repr(name)[:60],
+            shown(name),
             _ELSEWHERE.get(str(name), "other architectures are not implemented"),
         )
     if (kind := metadata.get("general.type", "model")) != "model":
-        reject("gguf-kind", "a file of general.type model", repr(kind)[:60])
+        reject("gguf-kind", "a file of general.type model", shown(kind))
     parts = metadata.get("split.count", 0)
     if type(parts) is not int or parts not in (0, 1):
         reject(
@@ -267,9 +267,10 @@ def architecture_of(metadata: Mapping[str, Any]) -> Architecture:
     return ARCHITECTURES[name]
 
 
-def decoder_layers(metadata: Mapping[str, Any], architecture: Architecture) -> int:
-    """Layers of the decoder, without those that draft tokens."""
-    return hybrid.gguf_layers(_Keys(metadata, architecture))
+def decoder_layers(metadata: Mapping[str, Any], architecture: Architecture) -> tuple[int, int]:
+    """Layers of the decoder, and blocks of the file: with those that draft tokens."""
+    keys = _Keys(metadata, architecture)
+    return hybrid.gguf_layers(keys), keys.integer("block_count")
 
 
 def hf_config(
@@ -337,7 +338,7 @@ def special_ids(metadata: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     def token(name: str) -> int | None:
         value = metadata.get(f"tokenizer.ggml.{name}_token_id")
         if value is not None and (type(value) is not int or not 0 <= value < vocab_size):
-            reject("gguf-metadata", f"{name}_token_id below {vocab_size}", repr(value)[:40])
+            reject("gguf-metadata", f"{name}_token_id below {vocab_size}", shown(value, 40))
         return value
 
     ends = [e for e in (token("eos"), token("eot"), token("eom")) if e is not None]
@@ -443,7 +444,7 @@ class _Keys:
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         value = self._get(key, default)
         if type(value) is not int or not least <= value < 2**31:
-            reject("gguf-metadata", f"{self.name(key)} as a positive integer", repr(value)[:60])
+            reject("gguf-metadata", f"{self.name(key)} as a positive integer", shown(value))
         return value
 
     def array(self, key: str) -> list[Any] | None:
@@ -452,7 +453,7 @@ class _Keys:
         if value is None:
             return None
         if not isinstance(value, np.ndarray) or value.dtype.kind not in "biu":
-            reject("gguf-metadata", f"{self.name(key)} as an array of integers", repr(value)[:60])
+            reject("gguf-metadata", f"{self.name(key)} as an array of integers", shown(value))
         return value.tolist()
 
     def tower(self) -> list[str]:
@@ -467,7 +468,7 @@ class _Keys:
     def text(self, key: str, default: str) -> str:
         value = self._get(key, default)
         if not isinstance(value, str):
-            reject("gguf-metadata", f"{self.name(key)} as a string", repr(value)[:60])
+            reject("gguf-metadata", f"{self.name(key)} as a string", shown(value))
         return value
 
     def per_layer(self, key: str, default: int | None = None) -> int:
@@ -476,16 +477,16 @@ class _Keys:
         if isinstance(value, np.ndarray):
             if len(set(value.tolist())) != 1:
                 expected = f"one {self.name(key)} for all layers"
-                reject("gguf-metadata", expected, f"{value.tolist()[:8]} ...")
+                reject("gguf-metadata", expected, shown(value))
             value = int(value[0])
         if type(value) is not int or not 0 < value < 2**31:
-            reject("gguf-metadata", f"{self.name(key)} as a positive integer", repr(value)[:60])
+            reject("gguf-metadata", f"{self.name(key)} as a positive integer", shown(value))
         return value
 
     def decimal(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
         if type(value) not in (int, float) or not 0 < value < float("inf"):
-            reject("gguf-metadata", f"{self.name(key)} as a number above 0", repr(value)[:60])
+            reject("gguf-metadata", f"{self.name(key)} as a number above 0", shown(value))
         return shortest(float(value))
 
     def head_dim(self, hidden: int, heads: int, *, partial: bool = False) -> int:
@@ -522,17 +523,17 @@ class _Keys:
         """
         window, context = self._get(_WINDOW, 0), self.integer("context_length")
         if type(window) is not int or window < 0:
-            reject("gguf-metadata", f"{self.name(_WINDOW)} as an integer", repr(window)[:60])
+            reject("gguf-metadata", f"{self.name(_WINDOW)} as an integer", shown(window))
         if window == 0 or window >= context:
             return {}
         if not family.windows:
             expected = f"{self.name(_WINDOW)} to be absent, 0 or at least the context of {context}"
-            reject("gguf-maths", expected, repr(window), "this architecture has no windows: which "
+            reject("gguf-maths", expected, shown(window), "this architecture has no windows: which "
                    "layers it is of is not clear")  # fmt: skip
         flags = self._metadata.get(self.name(_PATTERN))
         if not isinstance(flags, np.ndarray) or flags.dtype != bool or len(flags) != layers:
             expected = f"{self.name(_PATTERN)} as a flag for each of {layers} layers"
-            reject("gguf-maths", expected, repr(flags)[:60], "which layers have a window is not "
+            reject("gguf-maths", expected, shown(flags), "which layers have a window is not "
                    "clear")  # fmt: skip
         kinds = [SLIDING if flag else FULL for flag in flags.tolist()]
         return {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
@@ -569,7 +570,7 @@ class _Keys:
                 unknown.append(full)
             elif is_strings(value) or isinstance(value, np.ndarray) or value not in _MATHS[key]:
                 expected = f"{full} to be absent or {_MATHS[key][0]!r}"
-                reject("gguf-maths", expected, repr(value)[:60], "it asks for maths that is not "
+                reject("gguf-maths", expected, shown(value), "it asks for maths that is not "
                        "implemented")  # fmt: skip
         if unknown:
             reject("gguf-key", "metadata keys that are known here", listed(unknown), "they may "
@@ -579,4 +580,6 @@ class _Keys:
 
 def shortest(value: float) -> float:
     """The float that a person wrote when float32 made it `value`: 1e-5 for 9.99999974e-06."""
-    return float(str(np.float32(value))) if np.float32(value) == value else value
+    with np.errstate(over="ignore"):  # a warning would show where this file lies
+        single = np.float32(value)
+    return float(str(single)) if float(single) == value else value

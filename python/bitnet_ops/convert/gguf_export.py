@@ -337,7 +337,8 @@ class _Export:
             if self._reader.tensors[name].packed
             and rotation.turns(name.removesuffix(".weight"), spec.shape[1])
         }
-        return hybrid.rotation_keys(rotation, signs, names)
+        tied = self.model.tie_word_embeddings
+        return hybrid.rotation_keys(rotation, signs, names, tied=tied)
 
 
 # The vocabulary -----------------------------------------------------------------------------------

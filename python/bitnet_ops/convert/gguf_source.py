@@ -24,7 +24,7 @@ from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.hybrid import written_rotation
 from bitnet_ops.config.scheme import Scheme, Storage
 from bitnet_ops.convert import hybrid
-from bitnet_ops.convert.checkpoint import copy_files
+from bitnet_ops.convert.checkpoint import copy_tokenizer
 from bitnet_ops.convert.errors import ConvertError, listed, reject
 from bitnet_ops.convert.gguf_config import (
     FACTOR_TENSORS,
@@ -44,7 +44,6 @@ from bitnet_ops.convert.source import EMBEDDING, HEAD, Plan, Source, Ternary, Un
 from bitnet_ops.convert.ternary import SPREAD, check_finite, from_ternary, looks_ternary
 from bitnet_ops.errors import install
 from bitnet_ops.formats import gguf_layouts as layouts
-from bitnet_ops.formats.destination import TOKENIZER_FILES
 from bitnet_ops.formats.gguf import MAX_TENSORS, GgufError, Reader, TensorInfo, is_strings
 from bitnet_ops.formats.gguf_layouts import I2S_LAYOUTS
 from bitnet_ops.loading.generation_config import GENERATION_CONFIG
@@ -129,8 +128,13 @@ class GgufSource(Source):
             for name, info in self.infos.items()
             if name in specs and (specs[name].kind == "ternary" or specs[name].may_be_ternary)
         }
-        tied = model.tie_word_embeddings
-        return hybrid.gguf_rotation(self.reader.metadata, matrices, model.delta_net, tied)
+        metadata, tied = self.reader.metadata, model.tie_word_embeddings
+        layers, blocks = decoder_layers(metadata, self.architecture)
+
+        def drafts(name: str) -> bool:
+            return hybrid.gguf_beside(name, layers, blocks) == hybrid.DRAFTS
+
+        return hybrid.gguf_rotation(metadata, matrices, model.delta_net, tied, drafts)
 
     @classmethod
     @contextmanager
@@ -232,10 +236,11 @@ class GgufSource(Source):
         if str(self._tokenizer) == "none":
             return []
         given = Path(self._tokenizer)
-        names = [name for name in TOKENIZER_FILES if (given / name).is_file()]
-        if "tokenizer.json" not in names:
+        if not (given / "tokenizer.json").is_file():
             reject("tokenizer-missing", f"tokenizer.json in {given}", "no such file")
-        return copy_files(given, folder, names)
+        names, remarks = copy_tokenizer(given, folder)
+        self.remarks += remarks
+        return names
 
     def _own_tokenizer(self, folder: Path) -> list[str]:
         made, remarks = tokenizer_files(self.reader.metadata, self.plan.config)
@@ -255,9 +260,13 @@ def _named(
     remark on those that were left out.
     """
     infos, unknown, factors, beside = {}, [], {}, []
-    layers = decoder_layers(reader.metadata, architecture) if architecture.family.hybrid else 0
+    layers, blocks = 0, 0
+    if architecture.family.hybrid:
+        layers, blocks = decoder_layers(reader.metadata, architecture)
+        if layers < blocks:
+            hybrid.check_drafts(reader.tensors, layers)
     for name, info in reader.tensors.items():
-        kind = hybrid.gguf_beside(name, layers) if architecture.family.hybrid else None
+        kind = hybrid.gguf_beside(name, layers, blocks) if architecture.family.hybrid else None
         if kind is not None:
             beside.append(kind)
             continue
@@ -391,7 +400,9 @@ def _from_layout(reader: Reader, info: TensorInfo, layout: str, exact: float | N
             f"{info.name} holds zeros alone",
         )
     if exact is not None:
-        if float(np.float16(np.float32(exact))) != scale:
+        with np.errstate(all="ignore"):
+            stored = float(np.float16(np.float32(exact)))
+        if stored != scale:
             reject("bad-scale", f"{info.name} with the scale {exact} as float16", f"{scale}")
         scale = exact
     return Ternary(rows, torch.tensor([scale], dtype=torch.float32))
@@ -502,8 +513,10 @@ def _dequantised(info: TensorInfo, data: Any) -> Tensor:
         if not known:
             raise NotImplementedError("unknown type")
         kind = gguf.GGMLQuantizationType[info.type.name]
-        for begin in range(0, len(rows), step):
-            out[begin : begin + step] = gguf.quants.dequantize(rows[begin : begin + step], kind)
+        with np.errstate(all="ignore"):  # what is not finite is rejected by its name
+            for begin in range(0, len(rows), step):
+                piece = rows[begin : begin + step]
+                out[begin : begin + step] = gguf.quants.dequantize(piece, kind)
     except NotImplementedError as error:
         reject("gguf-type", f"{info.name} of a type that the gguf package reads", f"{error}")
     return torch.from_numpy(out).view(info.shape)

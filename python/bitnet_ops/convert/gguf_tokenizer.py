@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.convert.errors import listed, reject
+from bitnet_ops.convert.errors import listed, reject, shown
 from bitnet_ops.formats.gguf import is_strings
 from bitnet_ops.generate.tokenizer import END_TOKENS
 
@@ -53,7 +53,7 @@ def tokenizer_files(
         return {}, ["the file has no vocabulary: the model takes token ids alone"]
     if not isinstance(kind, str) or kind not in ("gpt2", "llama"):
         reject(
-            "tokenizer-model", 'tokenizer.ggml.model "gpt2" or "llama"', repr(kind)[:40], _REMEDY
+            "tokenizer-model", 'tokenizer.ggml.model "gpt2" or "llama"', shown(kind, 40), _REMEDY
         )
     _check_keys(metadata)
     vocabulary = Vocabulary(metadata, model.vocab_size)
@@ -128,7 +128,7 @@ class Vocabulary:
                 continue
             if type(value) is not int or not 0 <= value < len(tokens):
                 expected = f"{name}_token_id below {len(tokens)}"
-                reject("tokenizer-ids", expected, repr(value)[:40], _REMEDY)
+                reject("tokenizer-ids", expected, shown(value, 40), _REMEDY)
             self.roles[role] = value
 
     def _get(self, name: str) -> Any:
@@ -172,7 +172,7 @@ class Vocabulary:
     def pre(self) -> str | None:
         value = self._get("pre")
         if value is not None and not isinstance(value, str):
-            reject("tokenizer-pre", "tokenizer.ggml.pre as a name", repr(value)[:40], _REMEDY)
+            reject("tokenizer-pre", "tokenizer.ggml.pre as a name", shown(value, 40), _REMEDY)
         return value
 
     @property
@@ -226,7 +226,7 @@ def _byte_level(vocabulary: Vocabulary, remarks: list[str]) -> dict[str, Any]:
         name = "default"
     if name not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
-        reject("tokenizer-pre", f"tokenizer.ggml.pre among {known}", repr(name)[:40], _REMEDY)
+        reject("tokenizer-pre", f"tokenizer.ggml.pre among {known}", shown(name, 40), _REMEDY)
     pre = PRE_TOKENIZERS[name]
     ids = vocabulary.ids()
     merges = vocabulary.merges

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bitnet_ops.config.scheme import Storage
-from bitnet_ops.convert.checkpoint import Checkpoint, check_embedding, copy_files
+from bitnet_ops.convert.checkpoint import Checkpoint, check_embedding, copy_tokenizer
 from bitnet_ops.convert.errors import ConvertError, reject
 from bitnet_ops.convert.hybrid import GATED_NORM, as_here, has_summed_norms
 from bitnet_ops.convert.plan import check_scale_sense, make_plan, scale_name
@@ -26,7 +26,6 @@ from bitnet_ops.convert.ternary import (
     looks_ternary,
     packed_scale,
 )
-from bitnet_ops.formats.destination import TOKENIZER_FILES
 from bitnet_ops.nn.lora import CONFIG_FILE, WEIGHTS_FILE, Adapter, LoraError, read_adapter
 
 
@@ -67,7 +66,8 @@ class HfSource(Source):
             found=checkpoint.found,
         )
         self.summed_norms = self.plan.config.family.hybrid and has_summed_norms(
-            {name: record.shape for name, record in checkpoint.tensors.items()}
+            {name: record.shape for name, record in checkpoint.tensors.items()},
+            package=bool(checkpoint.packed_mlx),
         )
         self.adapter: Adapter | None = None
         self._lora, self._trusted = lora, trust_scales
@@ -125,7 +125,9 @@ class HfSource(Source):
         return self.checkpoint.unwritten_rows(self.plan.stored[name])
 
     def finish(self, folder: Path) -> list[str]:
-        return copy_files(self.path, folder, TOKENIZER_FILES)
+        names, remarks = copy_tokenizer(self.path, folder)
+        self.remarks += remarks
+        return names
 
     def files(self) -> dict[str, Path]:
         """config.json, the tokenizer, every weight file and a merged adapter."""
@@ -205,7 +207,7 @@ class HfSource(Source):
 
     def _remarks(self) -> list[str]:
         plan, checkpoint = self.plan, self.checkpoint
-        remarks = list(plan.remarks)
+        remarks = [*plan.remarks, *checkpoint.remarks]
         if plan.config.embedding_only:
             remarks.append("an embedding model: it has no head and generates no text; use embed()")
         if self.adapter is not None:

@@ -24,7 +24,7 @@ from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.hybrid import FULL, LINEAR, DeltaNet, Rotation, is_block
 from bitnet_ops.config.values import MOST_LAYERS
-from bitnet_ops.convert.errors import listed, reject
+from bitnet_ops.convert.errors import listed, reject, shown
 from bitnet_ops.convert.source import Ternary
 from bitnet_ops.formats.gguf import is_strings
 from bitnet_ops.models.tensors import ROTATION
@@ -44,6 +44,11 @@ NOT_TERNARY = (
 TOWER, DRAFTS = "a tower for images", "layers that draft tokens"
 _TOWER = ("model.visual.", "visual.", "vision_tower.")
 _DRAFTS = ("mtp.", "model.mtp.")
+
+
+def is_gate(name: str) -> bool:
+    """Whether a decoder's tensor is a matrix that decides what a state forgets and takes."""
+    return name.endswith(("linear_attn.in_proj_a.weight", "linear_attn.in_proj_b.weight"))
 
 
 def own_name(name: str) -> str | None:
@@ -88,17 +93,28 @@ def shape_here(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[1] * shape[2], shape[0]
 
 
-def has_summed_norms(shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether norms hold 1 + w, as MLX's converter leaves them beside its convolutions."""
+def has_summed_norms(shapes: Mapping[str, tuple[int, ...]], *, package: bool) -> bool:
+    """Whether norms hold 1 + w, as MLX's converter leaves them beside its convolutions.
+
+    mlx-lm adds the 1 where it finds convolutions of Hugging Face's form. Without any it takes a
+    package as it lies.
+    """
     last = {shape[-1] == 1 for name, shape in shapes.items() if name.endswith(CONVOLUTION)}
     if len(last) > 1:
         reject("shape", "all convolutions [channels, 1, kernel], or all [channels, kernel, 1]",
                "both", "the checkpoint is of two converters")  # fmt: skip
-    return last == {True}
+    return last.pop() if last else package
 
 
 def as_here(name: str, tensor: Tensor) -> Tensor:
-    """A dense tensor of a checkpoint in the form that a conversion has."""
+    """A dense tensor of a checkpoint in the form that a conversion has.
+
+    A_log goes the way of a GGUF file, which holds -exp(A_log) in float32 and so rounds it by up to
+    half a place: one model has the same bits from whichever source.
+    """
+    if name.endswith("A_log"):
+        found = _log_of(tensor.float().exp())
+        return torch.where(found.isfinite(), found, tensor.float())  # beyond what exp can hold
     if name.endswith(CONVOLUTION):
         tensor = tensor.flatten(1).t()
     return tensor.float().contiguous() if name.endswith(_FLOAT32) else tensor
@@ -285,15 +301,33 @@ def _gguf_kinds(keys: _Keys, layers: int) -> list[str]:
     return [LINEAR if flag else FULL for flag in flags[:layers]]
 
 
-def gguf_beside(name: str, layers: int) -> str | None:
-    """What a tensor beside the decoder's `layers` belongs to; None for one of the decoder."""
+def gguf_beside(name: str, layers: int, blocks: int) -> str | None:
+    """What a tensor beside the decoder's `layers` belongs to; None for one of the decoder.
+
+    `blocks`: of the file, the last of which draft tokens. One beyond them is nobody's.
+    """
     if name.startswith(_GGUF_TOWER):
         return TOWER
+    number = _block(name)
+    return DRAFTS if number is not None and layers <= number < blocks else None
+
+
+def _block(name: str) -> int | None:
     parts = name.split(".")
     number = parts[1] if parts[0] == "blk" and len(parts) > 2 else ""
-    if number.isascii() and number.isdigit() and int(number) >= layers:
-        return DRAFTS
-    return None
+    return int(number) if number.isascii() and number.isdigit() else None
+
+
+def check_drafts(names: Iterable[str], layers: int) -> None:
+    """Reject a first block behind the decoder's that has no tensor of a layer that drafts.
+
+    Of a file whose `block_count` is too small it would be a layer of the decoder.
+    """
+    inner = [name.split(".", 2)[2] for name in names if _block(name) == layers]
+    if inner and not any(name.startswith("nextn.") for name in inner):
+        reject("gguf-metadata", f"nextn tensors in blk.{layers}, a layer that drafts by block_count"
+               " and nextn_predict_layers", listed(sorted(inner)), "these keys do not fit the "
+               "file's tensors")  # fmt: skip
 
 
 # llama.cpp tiles value heads: head key * r + j of Hugging Face's is head j * keys + key of a file,
@@ -345,8 +379,12 @@ def from_gguf(name: str, tensor: Tensor) -> Tensor:
     if name.endswith("A_log"):
         if not bool((tensor < 0).all()):
             reject("gguf-values", f"{name} as -exp(A_log), below 0", f"{float(tensor.max()):g}")
-        tensor = tensor.double().neg().log()
+        return _log_of(tensor.float().neg())
     return as_here(name, tensor)
+
+
+def _log_of(decay: Tensor) -> Tensor:
+    return decay.double().log().float().contiguous()
 
 
 def to_gguf(name: str, tensor: Tensor, net: DeltaNet) -> Tensor:
@@ -381,16 +419,18 @@ def gguf_keys(model: ModelConfig, prefix: str) -> dict[str, tuple[str, Any]]:
     return {f"{prefix}.{key}": value for key, value in keys.items()}
 
 
-# Keys of rotations
+# Keys of rotations. Version 2: a table that is the head too, for which version 1 has no key.
 
 HADAMARD = "prism.hadamard."
 _FIXED = {
-    "version": (1,),
+    "version": (1, 2),
+    "tied_output": (True, False),
     "transform": ("normalized-sylvester-walsh-hadamard",),
     "axis": ("input-last-dimension",),
     "sign_mode": ("explicit", "identity"),
     "gdn_v_grouped": (True, False),
 }
+_ABSENT = {"gdn_v_grouped": True, "tied_output": False}
 HADAMARD_KEYS = frozenset(
     HADAMARD + key
     for key in (
@@ -422,23 +462,31 @@ def gguf_rotation(
     matrices: Mapping[str, tuple[str, int]],
     net: DeltaNet | None,
     tied: bool,
+    drafts: Callable[[str], bool] = lambda name: False,
 ) -> GgufRotation | None:
     """The rotation of a file, None where no key speaks of one.
 
     `matrices`: of every matrix in it the module and the width of its input, by the file's name.
+    `tied`: it has no head. `drafts`: whether a name is that of a layer which is left out.
     """
     stated = {k.removeprefix(HADAMARD): v for k, v in metadata.items() if k.startswith(HADAMARD)}
     if not stated:
         return None
     for key, allowed in _FIXED.items():
-        value = stated.get(key, True if key == "gdn_v_grouped" else None)
+        value = stated.get(key, _ABSENT.get(key))
         if type(value) is not type(allowed[0]) or value not in allowed:
             _reject_key(key, " or ".join(map(repr, allowed)), value)
+    shared = stated.get("tied_output", False)
+    if not shared and stated["version"] != 1:
+        _reject_key("version", "1, or 2 with tied_output", stated["version"])
     block = stated.get("block_size")
     if not is_block(block):
         _reject_key("block_size", "a power of two", block)
-    names = _listed(stated, "weight_names")
+    names = [name for name in _listed(stated, "weight_names") if not drafts(name)]
     inverse = _listed(stated, "inverse_weight_names", needed=False)
+    if shared and not (stated["version"] == 2 and tied and _EMBEDDING in inverse):
+        expected = f"False but in version 2, with {_EMBEDDING} rotated and no {_HEAD}"
+        _reject_key("tied_output", expected, shared)
     turned = set(names) | set(inverse)
     for key, listing in (("weight_names", names), ("inverse_weight_names", inverse)):
         for name in listing:
@@ -458,16 +506,21 @@ def gguf_rotation(
 
 
 def rotation_keys(
-    rotation: Rotation, signs: Mapping[int, Tensor], names: Mapping[str, str]
+    rotation: Rotation, signs: Mapping[int, Tensor], names: Mapping[str, str], *, tied: bool
 ) -> dict[str, tuple[str, Any]]:
-    """The keys that state a rotation. `names`: of every turned matrix by its module."""
+    """The keys that state a rotation. `names`: of every turned matrix by its module.
+
+    A turned table that is the head too (`tied`) makes it version 2.
+    """
     blocks = {block for _, block in rotation.blocks}
     if len(blocks) > 1:
         reject("gguf-rotation", "one block for all widths", str(dict(rotation.blocks)),
                "GGUF has no words for several")  # fmt: skip
     embedding = [name for name in names.values() if name == _EMBEDDING]
+    shared = tied and bool(embedding)
     keys: dict[str, tuple[str, Any]] = {
-        "version": ("uint32", 1),
+        "version": ("uint32", 2 if shared else 1),
+        **({"tied_output": ("bool", True)} if shared else {}),
         "block_size": ("uint32", blocks.pop()),
         "transform": ("string", _FIXED["transform"][0]),
         "axis": ("string", _FIXED["axis"][0]),
@@ -482,7 +535,7 @@ def rotation_keys(
 
 
 def _reject_key(key: str, expected: str, found: object) -> NoReturn:
-    reject("gguf-rotation", f"{HADAMARD}{key} {expected}", repr(found)[:80],
+    reject("gguf-rotation", f"{HADAMARD}{key} {expected}", shown(found, 80),
            "other rotations are not implemented")  # fmt: skip
 
 

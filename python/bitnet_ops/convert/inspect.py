@@ -320,7 +320,8 @@ class CheckpointContents:
 
     @functools.cached_property
     def _summed_norms(self) -> bool:
-        return hybrid.has_summed_norms({n: r.shape for n, r in self.source.tensors.items()})
+        shapes = {n: r.shape for n, r in self.source.tensors.items()}
+        return hybrid.has_summed_norms(shapes, package=bool(self.source.packed_mlx))
 
     def memory(self, name: str) -> memoryview:
         return self._tensor(name).reshape(-1).view(torch.uint8).numpy().data

@@ -190,7 +190,7 @@ class PlainOracle:
             codes, scale = self.projection(name)
             return codes.double() * scale
         value = self._read(name)
-        if self._plan.config.delta_net is not None:
+        if self._plan.config.model_type == "qwen3_5_text":
             return self._hybrid(name, value)
         # Gemma's norms store it less 1; of those inside projections their values say it
         gemma = self._plan.config.model_type == "gemma3_text" and isinstance(self._source, HfSource)
@@ -203,15 +203,20 @@ class PlainOracle:
         """A dense tensor of a hybrid as published: norms as what they multiply by.
 
         A checkpoint stores them less 1, but for that of a gate; MLX's converter, which makes the
-        convolutions' middle axis the last, adds the 1.
+        convolutions' middle axis the last, adds the 1. Without convolutions the file says whose
+        converter wrote it.
         """
         if name.endswith("conv1d.weight"):
             return value.reshape(len(value), 1, -1)
         if not name.endswith("norm.weight") or name.endswith("linear_attn.norm.weight"):
             return value
-        layer = next(iter(self._plan.config.delta_net.layers))  # type: ignore[union-attr]
-        taps = self._read(f"model.layers.{layer}.linear_attn.conv1d.weight")
-        return value if taps.shape[-1] == 1 else value.double() + 1
+        net = self._plan.config.delta_net
+        if net is not None:
+            taps = self._read(f"model.layers.{net.layers[0]}.linear_attn.conv1d.weight")
+            return value if taps.shape[-1] == 1 else value.double() + 1
+        assert isinstance(self._source, HfSource)
+        by_mlx = self._source.checkpoint.framework == "mlx"
+        return value if by_mlx else value.double() + 1
 
 
 def _maths(plan: Plan) -> Maths:

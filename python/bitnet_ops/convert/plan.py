@@ -20,7 +20,7 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ from bitnet_ops.config.scheme import (
 )
 from bitnet_ops.convert.checkpoint import TensorRecord
 from bitnet_ops.convert.errors import ConvertError, listed, reject
-from bitnet_ops.convert.hybrid import NOT_TERNARY, left_out, own_name, stored_shapes
+from bitnet_ops.convert.hybrid import NOT_TERNARY, is_gate, left_out, own_name, stored_shapes
 from bitnet_ops.convert.source import EMBEDDING, HEAD, Plan, model_of
 from bitnet_ops.models import TensorSpec, expected_tensors
 from bitnet_ops.untrusted.patterns import PatternError, matches
@@ -107,7 +107,8 @@ def make_plan(
     records = {here: tensors[stored] for here, stored in naming.stored.items()}
     specs = dict(expected_tensors(model))
     ternary = [name for name, spec in specs.items() if spec.kind == "ternary"]
-    check_exclusions(config, [name.removesuffix(".weight") for name in ternary])
+    modules = [name.removesuffix(".weight") for name in ternary]
+    check_exclusions(config, modules, [n.removesuffix(".weight") for n in specs if is_gate(n)])
     ignored = {name for name in records if name.endswith(".rotary_emb.inv_freq")}
     tied_head = model.tie_word_embeddings and not model.embedding_only and HEAD in records
     _check_names(specs, records, scheme, ignored | ({HEAD} if tied_head else set()))
@@ -339,24 +340,38 @@ def check_scale_sense(scales: Mapping[str, float], scheme: Scheme) -> None:
             )
 
 
-def check_exclusions(config: dict[str, Any], projections: list[str]) -> None:
+def check_exclusions(
+    config: dict[str, Any], projections: list[str], gates: Sequence[str] = ()
+) -> None:
     """`modules_to_not_convert` must leave out the output head and none of the projections.
 
-    Matching is that of transformers 5 (`should_convert_module`): an entry matches a module from its
-    start, as a regular expression, or as its suffix. Absent or null means the head.
+    Likewise the gates of a hybrid, which stay floating here. Matching is that of transformers 5
+    (`should_convert_module`): an entry matches a module from its start, as a regular expression, or
+    as its suffix. Absent or null means the head.
     """
-    entries = (config.get("quantization_config") or {}).get("modules_to_not_convert")
-    if entries is None:
+    quantization = config.get("quantization_config")
+    if quantization is None:
         return
+    entries = quantization.get("modules_to_not_convert")
+    if entries is None:
+        entries = ["lm_head"]
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         reject("modules-to-not-convert", "modules_to_not_convert as a list of names", repr(entries))
-    excluded = _excluded(["lm_head", *projections], entries)
+    excluded = _excluded(["lm_head", *projections, *gates], entries)
     if "lm_head" not in excluded:
         reject(
             "quantised-head",
             "the output head left unquantised",
             f"modules_to_not_convert {entries!r} without lm_head, which asks for a ternary head",
             "a ternary head is not supported; add lm_head to the list if it was not ternarised",
+        )
+    ternary = [name for name in gates if name not in excluded]
+    if ternary:
+        reject(
+            "modules-to-not-convert",
+            "the gates in_proj_a and in_proj_b left unquantised",
+            f"modules_to_not_convert without {listed(ternary)}, which asks for ternary ones",
+            "ternary gates are not supported; add them to the list if they were not ternarised",
         )
     kept = [name for name in projections if name in excluded]
     if kept:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bitnet_ops.config.scheme import Storage
-from bitnet_ops.convert.checkpoint import Checkpoint, copy_files
+from bitnet_ops.convert.checkpoint import Checkpoint, copy_tokenizer
 from bitnet_ops.convert.comparison import text_sequences
 from bitnet_ops.convert.errors import reject, said_by
 from bitnet_ops.convert.hf_source import HfSource
@@ -225,7 +225,7 @@ def _write_packed(source: HfSource, folder: Path, progress: Progress | None) -> 
     }
     text = json.dumps({**checkpoint.config, "quantization_config": quantization}, indent=2)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
-    copy_files(source.path, folder, TOKENIZER_FILES)
+    copy_tokenizer(source.path, folder)
 
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

@@ -165,12 +165,15 @@ def damage(warnings: list[str]) -> list[str]:
     return [f"{warnings[0]}{more}: the source is damaged, such as by a download that broke off"]
 
 
+MASTERS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights to be ternarised
+
+
 def looks_ternary(dense: torch.Tensor) -> bool:
     """Whether floating weights are code * scale, with a scale a matrix, a row or a group.
 
     What is no matrix, or an empty one, is not: whoever needs it as one rejects it by name.
     """
-    if dense.dim() != 2 or not dense.numel():
+    if dense.dim() != 2 or not dense.numel() or dense.dtype not in MASTERS:
         return False
     magnitude = dense.abs()
     return _scales_of(magnitude) is not None and bool((magnitude == 0).any())

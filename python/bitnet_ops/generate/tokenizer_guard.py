@@ -22,9 +22,12 @@ from bitnet_ops.untrusted.patterns import check_limits
 
 MOST_BYTES = 256 << 20  # of the file: vocabularies of 256k tokens take 35 MB
 _MOST_GROWTH = 256  # characters that all the steps of a part may make of one
+_MOST_IDS = 1024  # that one character may become, in all parts together
+_MOST_TEXT = 1 << 14  # characters that an id may become
 _MOST_STEPS = 64  # of a part; published ones have less than ten
 _MOST_ADDED = 64  # ids that a post-processor may put around a text
 MOST_TOKEN = 8192  # characters of one; published ones have at most some hundred
+_MOST_UNIGRAM = 512  # of Unigram, which tries every beginning of a token at every character
 _MOST_AFFIX = 16
 _MOST_WORD = 1000  # characters of a word of WordPiece, which takes their square
 
@@ -52,7 +55,10 @@ _KNOWN_STEPS: dict[str, dict[str, float]] = {
     "post_processor": dict.fromkeys(
         ("Sequence", "ByteLevel", "TemplateProcessing", "BertProcessing", "RobertaProcessing"), 1.0
     ),
-    "model": dict.fromkeys(("BPE", "Unigram", "WordPiece", "WordLevel"), 1.0),
+    "model": {
+        **dict.fromkeys(("WordPiece", "WordLevel"), 1.0),
+        **dict.fromkeys(("BPE", "Unigram"), 0.0),
+    },
 }
 
 # The alternatives that the patterns of GPT-2, Llama 3, Qwen, StarCoder, BLOOM and their kin are
@@ -89,33 +95,45 @@ def library_errors(expected: str) -> Iterator[None]:
 def check_backend(backend: Backend) -> None:
     """Raise ValueError, "expected ..., got ...", for a part that is not known or beyond a limit."""
     longest = max(map(len, backend.get_vocab()), default=0)
-    if longest > MOST_TOKEN:
-        raise ValueError(f"tokens of at most {MOST_TOKEN} characters, got one of {longest}")
-    for part, known in _KNOWN_STEPS.items():
-        growth, added = 1.0, 0
-        steps = list(_steps(backend, part))
-        if len(steps) > _MOST_STEPS:
-            raise ValueError(f"at most {_MOST_STEPS} steps in the {part}, got {len(steps)}")
-        for step in steps:
-            kind = step["type"]
-            if kind not in known:
-                raise ValueError(f"a {part} among {', '.join(known)}, got {str(kind)[:40]!r}")
-            pattern = step.get("pattern")
-            if isinstance(pattern, Mapping) and isinstance(pattern.get("Regex"), str):
-                check_limits(pattern["Regex"], of_tokenizer=True)
-            growth *= known[kind] or _growth(step)
-            added += _added(step)
-            if step.get("max_input_chars_per_word", 0) > _MOST_WORD:
-                raise ValueError(f"words of at most {_MOST_WORD} characters, got more")
-            for name in ("continuing_subword_prefix", "end_of_word_suffix"):  # of every letter
-                if len(step.get(name) or "") > _MOST_AFFIX:
-                    raise ValueError(f"{name} of at most {_MOST_AFFIX} characters, got more")
-        if growth > _MOST_GROWTH:
-            got = f"{growth:.0f}"
-            raise ValueError(f"a {part} that makes at most {_MOST_GROWTH} characters of one, "
-                             f"got {got}")  # fmt: skip
-        if added > _MOST_ADDED:
-            raise ValueError(f"at most {_MOST_ADDED} ids around a text, got {added}")
+    most = _MOST_UNIGRAM if type(backend.model).__name__ == "Unigram" else MOST_TOKEN
+    if longest > most:
+        raise ValueError(f"tokens of at most {most} characters, got one of {longest}")
+    made = {part: _check_part(backend, part, known) for part, known in _KNOWN_STEPS.items()}
+    of_text = made["normalizer"] * made["pre_tokenizer"] * made["model"]
+    if of_text > _MOST_IDS:
+        raise ValueError(f"at most {_MOST_IDS} ids of a character, got {of_text:.0f}")
+    if longest * made["decoder"] > _MOST_TEXT:
+        got = f"{longest * made['decoder']:.0f}"
+        raise ValueError(f"at most {_MOST_TEXT} characters of an id, got {got}")
+
+
+def _check_part(backend: Backend, part: str, known: Mapping[str, float]) -> float:
+    """How many characters a part makes of one, at most, once its steps are known to be good."""
+    growth, added = 1.0, 0
+    steps = list(_steps(backend, part))
+    if len(steps) > _MOST_STEPS:
+        raise ValueError(f"at most {_MOST_STEPS} steps in the {part}, got {len(steps)}")
+    for step in steps:
+        kind = step["type"]
+        if kind not in known:
+            raise ValueError(f"a {part} among {', '.join(known)}, got {str(kind)[:40]!r}")
+        pattern = step.get("pattern")
+        if isinstance(pattern, Mapping) and isinstance(pattern.get("Regex"), str):
+            check_limits(pattern["Regex"], of_tokenizer=True)
+        growth *= known[kind] or _growth(step)
+        added += _added(step)
+        if step.get("max_input_chars_per_word", 0) > _MOST_WORD:
+            raise ValueError(f"words of at most {_MOST_WORD} characters, got more")
+        for name in ("continuing_subword_prefix", "end_of_word_suffix"):  # of every letter
+            if len(step.get(name) or "") > _MOST_AFFIX:
+                raise ValueError(f"{name} of at most {_MOST_AFFIX} characters, got more")
+    if growth > _MOST_GROWTH:
+        got = f"{growth:.0f}"
+        raise ValueError(f"a {part} that makes at most {_MOST_GROWTH} characters of one, "
+                         f"got {got}")  # fmt: skip
+    if added > _MOST_ADDED:
+        raise ValueError(f"at most {_MOST_ADDED} ids around a text, got {added}")
+    return growth
 
 
 def is_known(backend: Backend) -> bool:
@@ -132,6 +150,7 @@ def _steps(backend: Backend, part: str) -> Iterator[dict[str, Any]]:
     if part == "model":  # its state is the whole vocabulary
         names = ("max_input_chars_per_word", "continuing_subword_prefix", "end_of_word_suffix")
         values = {name: getattr(found, name) for name in names if hasattr(found, name)}
+        values["byte_fallback"] = getattr(found, "byte_fallback", True)  # Unigram does not say it
         yield {"type": type(found).__name__, **values}
         return
     try:
@@ -146,7 +165,9 @@ def _steps(backend: Backend, part: str) -> Iterator[dict[str, Any]]:
 
 
 def _growth(step: Mapping[str, Any]) -> float:
-    """How much longer a Replace, a Prepend or a Precompiled makes a text, at most."""
+    """How much longer a step makes a text that says it itself: at most."""
+    if "byte_fallback" in step:
+        return 4.0 if step["byte_fallback"] else 1.0
     if step["type"] == "Prepend":
         return 1.0 + len(str(step.get("prepend")))
     if step["type"] == "Precompiled":

@@ -32,7 +32,7 @@ from bitnet_ops.untrusted import printable
 
 ENVIRONMENT = "BITNET_OPS_CACHE"
 CONVERTED = "converted"  # the folder of conversions in the cache directory
-_VERSION = 2  # of what is converted how; raise it when conversions of old are not to be used
+_VERSION = 3  # of what is converted how; raise it when conversions of old are not to be used
 _REPORT = "report.json"
 _CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.jinja", "1_Pooling/config.json")
 
@@ -41,16 +41,21 @@ _OURS = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*-[0-9a-f]{32}")  # a name that 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _FILE_ENDINGS = (".bin", ".gguf", ".safetensors", ".json", ".txt")
 # What a conversion reads of a checkpoint; weights in other formats and code are not downloaded.
+_WEIGHTS = "*.safetensors"
 _DOWNLOADED = [
     "config.json",
-    "*.safetensors",
+    _WEIGHTS,
     "model.safetensors.index.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "generation_config.json",
     "chat_template.jinja",
+    "chat_template.json",
     "1_Pooling/config.json",
 ]
+# Beside the GGUF file of a model: its tower for images, layers that draft, importances of weights,
+# the parts behind the first, and what macOS leaves on other disks.
+_NO_MODEL = re.compile(r"(\.|mtp-).*|.*(mmproj|imatrix).*|.*-(?!00001)\d{5}-of-\d{5}\.gguf", re.I)
 
 _log = logging.getLogger("bitnet_ops")
 
@@ -141,8 +146,8 @@ def _to_convert(place: Path) -> tuple[Path | None, str]:
         return place, "a GGUF file"
     if not place.is_dir() or (place / sglbitnt.MODEL_FILE).is_file():
         return None, ""
-    weights = [*place.glob("*.safetensors"), *place.glob("pytorch_model*.bin")]
-    ggufs = sorted(place.glob("*.gguf"))
+    weights = [*place.glob("[!.]*.safetensors"), *place.glob("pytorch_model*.bin")]
+    ggufs = _models(sorted(place.glob("*.gguf")))
     if weights:
         return place, "a Hugging Face checkpoint"
     if len(ggufs) == 1:
@@ -152,6 +157,11 @@ def _to_convert(place: Path) -> tuple[Path | None, str]:
         f"load: expected {sglbitnt.MODEL_FILE}, a checkpoint or a GGUF file in the directory "
         f"{place}, got {found}"
     )
+
+
+def _models(files: list[Path]) -> list[Path]:
+    """Those of GGUF files that hold a model by their names; all where none does."""
+    return [file for file in files if not _NO_MODEL.fullmatch(file.name)] or files
 
 
 # The cache of conversions -------------------------------------------------------------------------
@@ -389,10 +399,15 @@ def _snapshot(folder: Path) -> Path:
 
 
 def _wanted(repo: str, names: list[str]) -> list[str]:
-    """The patterns of the files to get of a repository that has the files `names`."""
-    if any(name.endswith(".safetensors") and "/" not in name for name in names):
-        return _DOWNLOADED
-    ggufs = sorted(name for name in names if name.endswith(".gguf"))
+    """The patterns of the files to get of a repository that has the files `names`.
+
+    In them * stands for "/" too; other folders of a repository hold the weights once more.
+    """
+    weights = [name for name in names if name.endswith(".safetensors")]
+    if top := [name for name in weights if "/" not in name]:
+        return _DOWNLOADED if top == weights else [p for p in _DOWNLOADED if p != _WEIGHTS] + top
+    found = _models([Path(name) for name in names if name.endswith(".gguf")])
+    ggufs = sorted(map(str, found))
     if len(ggufs) == 1:
         return ggufs
     if ggufs:
@@ -418,7 +433,7 @@ def _downloaded_before(huggingface_hub: Any, repo: str) -> Path | None:
 
 def _chosen(folder: Path) -> Path:
     """The folder, or the one GGUF file in it if there are no safetensors."""
-    ggufs = sorted(folder.rglob("*.gguf"))
+    ggufs = _models(sorted(folder.rglob("*.gguf")))
     return ggufs[0] if len(ggufs) == 1 and not any(folder.glob("*.safetensors")) else folder
 
 
