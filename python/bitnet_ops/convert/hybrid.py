@@ -104,6 +104,15 @@ def as_here(name: str, tensor: Tensor) -> Tensor:
     return tensor.float().contiguous() if name.endswith(_FLOAT32) else tensor
 
 
+def to_transformers(name: str, tensor: Tensor, model: ModelConfig) -> Tensor:
+    """The contrary: a dense tensor of a conversion as transformers' class of the model has it."""
+    if name.endswith(CONVOLUTION):
+        return tensor.t().unsqueeze(1)
+    if name.endswith("norm.weight") and not name.endswith(GATED_NORM):
+        return tensor.float() - offset if (offset := model.family.norm_offset) else tensor
+    return tensor
+
+
 # MLX packages with rotations ----------------------------------------------------------------------
 
 PACKAGE = "prism_hadamard_qwen35"
