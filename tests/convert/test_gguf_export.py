@@ -20,7 +20,9 @@ from test_gguf_tokenizer import SENTENCEPIECE, TEXTS, assert_same, rebuilt, trai
 from tokenizers import Tokenizer
 
 import bitnet_ops
+import hybrids
 import rounding_ties
+from bitnet_ops import ops
 from bitnet_ops.cli import main
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.convert import ConvertError, convert, gguf_export
@@ -186,6 +188,100 @@ def test_transformers_reads_the_file_and_answers_alike(
             watch,
             rounding_ties.prompts(256, seed=3),
         )
+
+
+# --- hybrids: heads of every size, scales of every kind -------------------------------------------
+
+# of keys and of values, and how many features they have
+HEADS = [(2, 4, 32), (2, 6, 64), (1, 2, 64), (4, 4, 32), (2, 4, 96), (2, 6, 128), (1, 3, 128),
+         (2, 4, 192), (2, 4, 256)]  # fmt: skip
+
+
+def hybrid_of(keys: int, values: int, dim: int, scales: str) -> hybrids.Hybrid:
+    """Unrotated, the vocabulary floating; scales are one a matrix, one a row or one a group."""
+    made = hybrids.make(hybrids.Sizes(inter=512, dim=dim, key_heads=keys, value_heads=values,
+                                      vocab=64, layers=4))  # fmt: skip
+    for module in ("model.embed_tokens", "lm_head"):
+        noise = np.random.default_rng(3).normal(0, 0.1, made.codes.pop(module).shape)
+        made.dense[f"{module}.weight"] = noise.astype(np.float32)
+        del made.scales[module]
+    for module, found in made.scales.items():
+        if scales != "groups":
+            found[:] = found[:1, :1] if scales == "one" else found[:, :1]
+        if scales == "rows":  # a group without weights has no scale to disagree with
+            made.codes[module][::3, : hybrids.GROUP] = 0
+    return made
+
+
+def same_values(a: Path, b: Path) -> None:
+    """Every weight; A_log has been through a logarithm."""
+    with Reader(a / "model.bin") as first, Reader(b / "model.bin") as second:
+        assert list(first.tensors) == list(second.tensors)
+        for name in first.tensors:
+            ours, theirs = (values_of(reader, name) for reader in (first, second))
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6 if "A_log" in name else 0)
+
+
+def values_of(reader: Reader, name: str) -> torch.Tensor:
+    tensor, info = reader.tensor(name), reader.tensors[name]
+    if not info.packed:
+        return tensor.float()
+    codes, scales = ops.unpack(tensor, info.in_features).float(), reader.scales(name)
+    if info.group_size:
+        return codes * scales.repeat_interleave(info.group_size, 1)[:, : codes.shape[1]]
+    return codes * scales.reshape(-1, 1)
+
+
+def dequantised(reader: GgufReader, name: str) -> np.ndarray:
+    """The values of a ternary matrix: as the gguf package has them, or by the type's description
+    where it does not know the type."""
+    info, data = reader.tensors[name], np.asarray(reader.data(name))
+    (rows, columns), kind = info.shape, info.type.name
+    if kind.startswith("TQ"):
+        number = official.GGMLQuantizationType[kind]
+        return official.quants.dequantize(data.reshape(rows, -1), number).astype(np.float64)
+    if kind == "PQ2_0":
+        blocks = data.reshape(rows, -1, 34)
+        codes = np.stack([blocks[..., 2:] >> s & 3 for s in (0, 2, 4, 6)], -1)
+        scales = blocks[..., :2].copy().view("<f2").astype(np.float64)
+        return ((codes.reshape(*codes.shape[:2], -1) - 1.0) * scales).reshape(rows, columns)
+    assert kind == "I2_S"
+    body = data[: rows * columns // 4].reshape(rows, -1, 32)
+    codes = np.stack([body >> s & 3 for s in (6, 4, 2, 0)], -2).reshape(rows, columns)
+    return (codes - 1.0) * float(data[rows * columns // 4 :][:4].copy().view("<f4")[0])
+
+
+@pytest.mark.parametrize("scales", ["one", "rows", "groups"])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_hybrids_keep_the_scale_of_every_weight(
+    tmp_path: Path, heads: tuple[int, int, int], scales: str
+) -> None:
+    """Whatever is written holds every weight, heads tiled, and becomes the same model again."""
+    made = hybrid_of(*heads, scales)
+    source = hybrids.write_unpacked(tmp_path / "source", made, dtype=torch.float32)
+    convert(source, tmp_path / "out")
+    in_order = heads[0] in (1, heads[1]) or heads[1] * heads[2] == hybrids.GROUP
+    whole = in_order or heads[2] % hybrids.GROUP == 0 or scales != "groups"
+    written = []
+    for kind in gguf_export.TYPES:
+        file = tmp_path / f"{kind}.gguf"
+        try:
+            export_gguf(tmp_path / "out", file, type=kind, tokenizer=False)
+        except ConvertError as error:
+            assert error.code in ("group-scales", "gguf-row-length") and not file.exists()
+            continue
+        written.append(kind)
+        with GgufReader(file) as reader:
+            for module in made.codes:
+                expected = hybrids.tiled(made.sizes, module, made.stored(module))
+                if module.endswith("linear_attn.out_proj"):
+                    expected = hybrids.tiled(made.sizes, "in_proj_z", expected.T).T
+                found = dequantised(reader, hybrids.gguf_name(module))
+                assert np.array_equal(found, expected), module
+        convert(file, tmp_path / f"back-{kind}")
+        same_values(tmp_path / "out", tmp_path / f"back-{kind}")
+    several = [kind for kind in written if kind != "pq2_0"]
+    assert ("pq2_0" in written) == whole and bool(several) == (scales == "one"), written
 
 
 # --- the demo model -------------------------------------------------------------------------------

@@ -279,9 +279,12 @@ class _Export:
             order = hybrid.tiled_rows(name, net)
             columns = hybrid.tiled_columns(name, net, self.model.rotation)
         rows = rows if order is None else rows[np.argsort(order)]
+        used: Any = None
         if columns is not None:
             columns = np.argsort(columns)
-            rows = layouts.pack_rows(layouts.unpack_rows(rows, spec.shape[1])[:, columns])
+            codes = layouts.unpack_rows(rows, spec.shape[1])
+            used = (codes.reshape(len(rows), -1, BLOCK) != 1).any(axis=2)
+            rows = layouts.pack_rows(codes[:, columns])
         if self.type != "PQ2_0":
             scale = self._reader.tensors[name].scale
             assert scale is not None
@@ -292,7 +295,9 @@ class _Export:
             (len(rows), spec.shape[1] // BLOCK),
         )
         groups = groups if order is None else groups[np.argsort(order)]
-        groups = groups if columns is None else groups[:, columns[::BLOCK] // BLOCK]
+        if columns is not None and net is not None:
+            groups = np.where(used, groups, np.nan)
+            groups = hybrid.moved_groups(groups, columns, BLOCK, net.value_dim, name)
         return layouts.encode_groups(rows, spec.shape[1], groups)
 
     def _metadata(self, name: str) -> dict[str, tuple[str, Any]]:
