@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from test_gguf_tokenizer import SENTENCEPIECE, TEXTS, assert_same, rebuilt, trai
 from tokenizers import Tokenizer
 
 import bitnet_ops
+import bonsai
 import hybrids
 import rounding_ties
 from bitnet_ops import ops
@@ -34,6 +36,7 @@ from bitnet_ops.formats.sglbitnt import Reader, Writer
 from bitnet_ops.language_model import DEMO_DIR
 from bitnet_ops.nn.kv_cache import KVCache
 from gguf_models import permute, scale_of, tensor_name
+from hf_families import CASES
 from hf_writer import FAMILIES, Family, make_network, write_checkpoint
 
 KINDS = ["i2_s", "tq1_0", "tq2_0"]
@@ -282,6 +285,123 @@ def test_hybrids_keep_the_scale_of_every_weight(
         same_values(tmp_path / "out", tmp_path / f"back-{kind}")
     several = [kind for kind in written if kind != "pq2_0"]
     assert ("pq2_0" in written) == whole and bool(several) == (scales == "one"), written
+
+
+# --- what is written is read ----------------------------------------------------------------------
+
+
+def source_of(folder: Path, name: str) -> tuple[Path, dict[str, Any]]:
+    """A checkpoint by the name of its family, and options of its conversion."""
+    if name in hybrids.CASES:
+        return hybrids.write_mlx(folder / "hf", hybrids.make(name, layers=4)), {}
+    if name.startswith("bonsai-"):
+        return bonsai.write_mlx(folder / "hf", bonsai.make(name == "bonsai-tied")), {}
+    case = CASES.get(name)
+    family = FAMILIES[name] if case is None else case.family
+    return write_checkpoint(folder / "hf", family), {} if case is None else case.options
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "name", [*FAMILIES, *CASES, *hybrids.CASES, "bonsai-tied", "bonsai-untied"]
+)
+def test_every_file_that_is_written_is_read(name: str, tmp_path: Path) -> None:
+    source, options = source_of(tmp_path, name)
+    convert(source, tmp_path / "out", **options)
+    for kind in gguf_export.TYPES:
+        file = tmp_path / f"{kind}.gguf"
+        try:
+            export_gguf(tmp_path / "out", file, type=kind, tokenizer=False)
+        except ConvertError as error:
+            assert error.code.startswith(("gguf-", "group-scales")) and not file.exists()
+        else:
+            convert(file, tmp_path / f"back-{kind}")
+
+
+def rewritten(model: Path, folder: Path, part: str, value: float) -> Path:
+    """A model.bin whose tensors with `part` in their name, or the first rows of their scales, are
+    `value`.
+    """
+    folder.mkdir()
+    with Reader(model / "model.bin") as reader:
+        with Writer(folder / "model.bin", reader.config, len(reader.tensors)) as writer:
+            for name, info in reader.tensors.items():
+                tensor, hit = reader.tensor(name), part in name
+                if not info.packed:
+                    writer.add_dense(name, tensor.new_full(tensor.shape, value) if hit else tensor)
+                    continue
+                scales = reader.scales(name).clone()
+                scales[:3] = value if hit else scales[:3]
+                size = {"group_size": info.group_size} if info.group_size else {}
+                writer.add_packed(name, tensor, scales, in_features=info.in_features, **size)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain_hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hybrid")
+    convert(hybrids.write_mlx(folder / "hf", hybrids.make("plain", layers=4)), folder / "model")
+    return folder / "model"
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("part", "value", "code"),
+    [
+        ("0.linear_attn.A_log", 100.0, "gguf-values"),  # exp gives an infinity
+        ("0.linear_attn.A_log", -110.0, "gguf-values"),  # and 0
+        ("0.linear_attn.A_log", -80.0, None),
+        ("1.mlp.up_proj", 65519.0, None),
+        ("1.mlp.up_proj", 65536.0, "bad-scale"),
+        ("1.mlp.up_proj", 1e38, "bad-scale"),
+        ("1.mlp.up_proj", 6e-8, None),
+        ("1.mlp.up_proj", 2.5e-8, "bad-scale"),
+        ("1.mlp.up_proj", 0.0, "bad-scale"),  # beside weights that are not 0
+    ],
+)
+def test_values_that_a_file_does_not_hold_are_named(
+    tmp_path: Path, plain_hybrid: Path, part: str, value: float, code: str | None
+) -> None:
+    model = rewritten(plain_hybrid, tmp_path / "m", part, value)
+    file = tmp_path / "x.gguf"
+    if code is None:
+        export_gguf(model, file, type="pq2_0", tokenizer=False)
+        convert(file, tmp_path / "back")
+        return
+    with pytest.raises(ConvertError, match=re.escape(f"got {value:g} [")) as caught:
+        export_gguf(model, file, type="pq2_0", tokenizer=False)
+    assert caught.value.code == code and part in str(caught.value) and not file.exists()
+    assert str(tmp_path) not in str(caught.value)
+
+
+@pytest.mark.filterwarnings("error")
+def test_scales_of_groups_without_weights_are_zero(tmp_path: Path) -> None:
+    """As files of other writers have them."""
+    made = hybrids.make("plain", layers=4)
+    for module, codes in made.codes.items():
+        codes[:3], made.scales[module][:3] = 0, 0
+    with Writer(
+        tmp_path / "m.bin", hybrids.converted_config(made), len(hybrids.converted(made))
+    ) as writer:
+        for name, value in hybrids.converted(made).items():
+            if isinstance(value, tuple):
+                codes, scales = map(torch.from_numpy, value)
+                writer.add_packed(name, ops.pack(codes), scales.float(), group_size=128)
+            else:
+                writer.add_dense(name, torch.from_numpy(value))
+    export_gguf(tmp_path / "m.bin", tmp_path / "x.gguf", type="pq2_0", tokenizer=False)
+    convert(tmp_path / "x.gguf", tmp_path / "back")
+
+
+def test_a_hybrid_of_attention_alone_is_no_qwen35(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hybrids.Sizes, "is_full", lambda self, layer: True)
+    source = hybrids.write_unpacked(tmp_path / "hf", hybrids.make("plain", layers=2))
+    convert(source, tmp_path / "out")
+    with pytest.raises(ConvertError, match="attention in every layer") as caught:
+        export_gguf(tmp_path / "out", tmp_path / "x.gguf", type="pq2_0", tokenizer=False)
+    assert caught.value.code == "gguf-architecture"
 
 
 # --- the demo model -------------------------------------------------------------------------------

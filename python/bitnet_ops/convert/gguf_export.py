@@ -16,6 +16,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,8 +137,9 @@ def export_gguf(
             export.write(made, target.stem, keys, progress)
     except (SglbitntError, UnsupportedModelError, TensorError, LoadError) as error:
         raise ConvertError("export-source", f"export: {error}") from error
-    except GgufError as error:
-        raise ConvertError("write-failed", f"export: {error}") from error
+    except GgufError as error:  # which names the file where it was being written
+        said = str(error).partition(": ")[2]
+        raise ConvertError("write-failed", f"export: {target.name}: {said}") from error
     except OSError as error:
         reject("write-failed", f"to write {target}", str(error), "nothing was kept")
     if export.rounding:
@@ -167,6 +169,7 @@ def architecture_for(model: ModelConfig) -> Architecture:
     ]
     odd += ["scalings"] if model.scalings != Scalings() else []
     odd += ["sliding windows"] if model.windows else []
+    odd += ["attention in every layer"] if model.family.hybrid and not model.delta_net else []
     if not names or odd:
         found = f"{model.model_type} with {model.hidden_act}, sub_norms {model.sub_norms}"
         found += f", {', '.join(odd)}" if odd else ""
@@ -182,6 +185,16 @@ def _maths(of: Family | ModelConfig) -> tuple[Any, ...]:
     """The parts of a layer that architectures differ in."""
     hybrid_family = (of.family if isinstance(of, ModelConfig) else of).hybrid
     return of.hidden_act, of.sub_norms, of.qk_norm, of.biases, of.post_norms, hybrid_family
+
+
+@contextmanager
+def _named(name: str, remedy: str = "") -> Iterator[None]:
+    """What a layout cannot hold of the tensor `name`, as a ConvertError."""
+    try:
+        yield
+    except layouts.LayoutError as error:
+        code = "gguf-row-length" if error.code == "row_length" else "bad-scale"
+        raise ConvertError(code, f"convert: {name}: {error}{remedy}") from None
 
 
 class _Export:
@@ -210,15 +223,11 @@ class _Export:
         if scale is None:
             reject("group-scales", f"one scale for {name}", "none, or one for a group of weights",
                    "only the type pq2_0 holds them")  # fmt: skip
-        try:
+        with _named(name, "; i2_s takes K % 128 == 0, tq1_0 and tq2_0 K % 256 == 0"):
             layouts.check_shape(self.type, rows, columns)
             if self.type != "I2_S":
                 half = float(layouts.half_scale(scale))
                 self.rounding = max(self.rounding, abs(half / scale - 1.0))
-        except layouts.LayoutError as error:
-            code = "gguf-row-length" if error.code == "row_length" else "bad-scale"
-            remedy = "i2_s takes K % 128 == 0, tq1_0 and tq2_0 K % 256 == 0"
-            raise ConvertError(code, f"convert: {name}: {error}; {remedy}") from None
         self._scales[gguf_name(name, self.architecture)] = scale
 
     def _check_groups(self, name: str, spec: TensorSpec) -> None:
@@ -226,13 +235,11 @@ class _Export:
             reject("group-scales", f"{name} with scales of {BLOCK} weights or more", f"of {size}",
                    "pq2_0 cannot hold them")  # fmt: skip
         scales = self._reader.scales(name).numpy()
-        try:
+        with _named(name):
             layouts.check_shape(self.type, spec.shape[0], spec.shape[1])
-            off = np.abs(layouts.half_scales(scales) / scales.astype(np.float64) - 1.0)
-        except layouts.LayoutError as error:
-            code = "gguf-row-length" if error.code == "row_length" else "bad-scale"
-            raise ConvertError(code, f"convert: {name}: {error}") from None
-        self.rounding = max(self.rounding, float(off.max()))
+            halves, wide = layouts.half_scales(scales), scales.astype(np.float64)
+        off = np.abs(halves[scales > 0] / wide[scales > 0] - 1.0)
+        self.rounding = max(self.rounding, float(off.max(initial=0.0)))
 
     def write(
         self, file: Path, name: str, vocabulary: dict[str, Any], progress: Progress | None
@@ -298,7 +305,8 @@ class _Export:
         if columns is not None and net is not None:
             groups = np.where(used, groups, np.nan)
             groups = hybrid.moved_groups(groups, columns, BLOCK, net.value_dim, name)
-        return layouts.encode_groups(rows, spec.shape[1], groups)
+        with _named(name):
+            return layouts.encode_groups(rows, spec.shape[1], groups)
 
     def _metadata(self, name: str) -> dict[str, tuple[str, Any]]:
         c, a = self.model, self.architecture.name

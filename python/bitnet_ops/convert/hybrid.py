@@ -385,7 +385,10 @@ def to_gguf(name: str, tensor: Tensor, net: DeltaNet) -> Tensor:
     if name.endswith(CONVOLUTION):
         tensor = tensor.t()
     if name.endswith("A_log"):
-        tensor = tensor.double().exp().neg().float()
+        stated, tensor = tensor, tensor.double().exp().neg().float()
+        if (lost := (tensor == 0) | tensor.isinf()).any():
+            reject("gguf-values", f"{name} whose exponential float32 holds",
+                   f"{float(stated[lost][0]):g}")  # fmt: skip
     order = tiled_rows(name, net)
     return tensor if order is None else tensor[torch.from_numpy(np.argsort(order))]
 
