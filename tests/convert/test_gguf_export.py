@@ -138,6 +138,43 @@ def test_i2s_is_the_packed_rows(
         assert theirs.data("blk.1.ffn_up.weight").tobytes() == expected
 
 
+BITNET_CPP, LLAMA_CPP, PRISM = "bitnet.cpp", "llama.cpp", "PrismML's fork of llama.cpp"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "programs"),
+    [
+        (BITNET.name, "i2_s", [BITNET_CPP]),
+        (BITNET.name, "tq2_0", [BITNET_CPP]),  # llama.cpp's BitNet is another network
+        (BITNET.name, "pq2_0", []),
+        (LLAMA.name, "i2_s", [BITNET_CPP]),
+        (LLAMA.name, "tq1_0", [BITNET_CPP, LLAMA_CPP, PRISM]),
+        (LLAMA.name, "pq2_0", [PRISM]),
+        (QWEN3.name, "i2_s", []),  # bitnet.cpp has no Qwen3
+        (QWEN3.name, "tq2_0", [LLAMA_CPP, PRISM]),
+    ],
+)
+def test_it_is_said_which_program_opens_the_file(
+    tmp_path: Path,
+    models: dict[str, tuple[Path, dict[str, Any]]],
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    kind: str,
+    programs: list[str],
+) -> None:
+    assert main(["export", str(models[name][0]), str(tmp_path / "x.gguf"), "--type", kind]) == 0
+    line = capsys.readouterr().out.splitlines()[1]
+    opens, _, others = line.partition(", not in ")
+    assert opens == "opens in " + " and ".join(programs) if programs else "no program" in line
+    assert not programs or all((p in others.split(" or ")) != (p in programs) for p in
+                               (BITNET_CPP, LLAMA_CPP, PRISM))  # fmt: skip
+
+
+def test_a_rotated_file_is_opened_by_the_fork_alone() -> None:
+    assert gguf_export.opened_by("TQ2_0", "qwen35") == [LLAMA_CPP, PRISM]
+    assert gguf_export.opened_by("TQ2_0", "qwen35", rotated=True) == [PRISM]
+
+
 # --- transformers, as a second opinion on a llama file --------------------------------------------
 
 

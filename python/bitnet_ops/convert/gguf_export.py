@@ -69,12 +69,24 @@ from bitnet_ops.untrusted import UntrustedFileError, printable, read_json_object
 TYPES = {"i2_s": "I2_S", "tq1_0": "TQ1_0", "tq2_0": "TQ2_0", "pq2_0": "PQ2_0"}
 _FILE_TYPES = {"I2_S": 40, "TQ1_0": 36, "TQ2_0": 37}  # general.file_type
 _EXACT = ("TQ1_0", "TQ2_0")  # types whose float32 scales go along
+# program -> the types and the architectures that it has
+_MAINLINE = ("bitnet", "llama", "qwen3", "qwen35")
+_PROGRAMS = {
+    "bitnet.cpp": (("I2_S", "TQ1_0", "TQ2_0"), ("bitnet-b1.58", "bitnet", "llama")),
+    "llama.cpp": (("TQ1_0", "TQ2_0"), _MAINLINE),
+    "PrismML's fork of llama.cpp": (("TQ1_0", "TQ2_0", "PQ2_0"), _MAINLINE),
+}
+_ROTATES = "PrismML's fork of llama.cpp"  # the others would pass over the keys of a rotation
 _DENSE = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 @dataclass
 class ExportReport:
-    """What an export wrote. `largest_rounding`: of a scale by float16, relative; 0 for I2_S."""
+    """What an export wrote.
+
+    largest_rounding: of a scale by float16, relative; 0 for I2_S. opened_by: programs that have the
+    type and the architecture, beside this package.
+    """
 
     file: str
     architecture: str
@@ -83,6 +95,7 @@ class ExportReport:
     output_bytes: int
     largest_rounding: float
     seconds: float
+    opened_by: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,8 +107,28 @@ class ExportReport:
         return [
             f"wrote {self.file}: architecture {self.architecture}, {self.type}, "
             f"{self.tensors} tensors, {self.output_bytes:,} bytes in {self.seconds:.1f} s",
+            self._openers(),
             *(f"note: {remark}" for remark in self.remarks),
         ]
+
+    def _openers(self) -> str:
+        what = f"{self.type} of the architecture {self.architecture}"
+        others = [program for program in _PROGRAMS if program not in self.opened_by]
+        if not self.opened_by:
+            return f"no program is known to open {what}, but `bitnet-ops convert` reads it back"
+        opens = f"opens in {' and '.join(self.opened_by)}"
+        return f"{opens}, not in {' or '.join(others)}" if others else opens
+
+
+def opened_by(type_name: str, architecture: str, *, rotated: bool = False) -> list[str]:
+    """The programs that have the type and the architecture of a file."""
+    return [
+        program
+        for program, (types, architectures) in _PROGRAMS.items()
+        if type_name in types
+        and architecture in architectures
+        and (program == _ROTATES or not rotated)
+    ]
 
 
 @said_by("export")
@@ -156,6 +189,7 @@ def export_gguf(
         target.stat().st_size,
         export.rounding,
         round(time.perf_counter() - started, 3),
+        opened_by(export.type, export.architecture.name, rotated=export.model.rotation is not None),
         remarks,
     )
 
