@@ -15,7 +15,7 @@ from bitnet_ops.cli.terminal import show
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments to `parser`."""
     parser.description = (
-        "Write a converted model as a GGUF file. Which program opens it depends on the type, and on "
+        "Write a converted model as a GGUF file. Which program opens it depends on its type and on "
         "the architecture: the BitNets of microsoft/bitnet-b1.58-2B-4T open in bitnet.cpp alone, "
         "Qwen3 and Qwen3.5 do not open there. The report names the programs."
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -38,7 +38,7 @@ def export(
     model: nn.Module,
     destination: str | os.PathLike[str],
     *,
-    form: str = "packed",
+    form: Literal["packed", "masters", "bin"] = "packed",
     tokenizer: str | os.PathLike[str] | SavedTokenizer | None = None,
     dtype: torch.dtype | None = None,
     verify: bool = False,
