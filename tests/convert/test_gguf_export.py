@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,10 @@ from test_gguf_tokenizer import SENTENCEPIECE, TEXTS, assert_same, rebuilt, trai
 from tokenizers import Tokenizer
 
 import bitnet_ops
+import bonsai
+import hybrids
 import rounding_ties
+from bitnet_ops import ops
 from bitnet_ops.cli import main
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.convert import ConvertError, convert, gguf_export
@@ -32,6 +36,7 @@ from bitnet_ops.formats.sglbitnt import Reader, Writer
 from bitnet_ops.language_model import DEMO_DIR
 from bitnet_ops.nn.kv_cache import KVCache
 from gguf_models import permute, scale_of, tensor_name
+from hf_families import CASES
 from hf_writer import FAMILIES, Family, make_network, write_checkpoint
 
 KINDS = ["i2_s", "tq1_0", "tq2_0"]
@@ -133,6 +138,43 @@ def test_i2s_is_the_packed_rows(
         assert theirs.data("blk.1.ffn_up.weight").tobytes() == expected
 
 
+BITNET_CPP, LLAMA_CPP, PRISM = "bitnet.cpp", "llama.cpp", "PrismML's fork of llama.cpp"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "programs"),
+    [
+        (BITNET.name, "i2_s", [BITNET_CPP]),
+        (BITNET.name, "tq2_0", [BITNET_CPP]),  # llama.cpp's BitNet is another network
+        (BITNET.name, "pq2_0", []),
+        (LLAMA.name, "i2_s", [BITNET_CPP]),
+        (LLAMA.name, "tq1_0", [BITNET_CPP, LLAMA_CPP, PRISM]),
+        (LLAMA.name, "pq2_0", [PRISM]),
+        (QWEN3.name, "i2_s", []),  # bitnet.cpp has no Qwen3
+        (QWEN3.name, "tq2_0", [LLAMA_CPP, PRISM]),
+    ],
+)
+def test_it_is_said_which_program_opens_the_file(
+    tmp_path: Path,
+    models: dict[str, tuple[Path, dict[str, Any]]],
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    kind: str,
+    programs: list[str],
+) -> None:
+    assert main(["export", str(models[name][0]), str(tmp_path / "x.gguf"), "--type", kind]) == 0
+    line = capsys.readouterr().out.splitlines()[1]
+    opens, _, others = line.partition(", not in ")
+    assert opens == "opens in " + " and ".join(programs) if programs else "no program" in line
+    assert not programs or all((p in others.split(" or ")) != (p in programs) for p in
+                               (BITNET_CPP, LLAMA_CPP, PRISM))  # fmt: skip
+
+
+def test_a_rotated_file_is_opened_by_the_fork_alone() -> None:
+    assert gguf_export.opened_by("TQ2_0", "qwen35") == [LLAMA_CPP, PRISM]
+    assert gguf_export.opened_by("TQ2_0", "qwen35", rotated=True) == [PRISM]
+
+
 # --- transformers, as a second opinion on a llama file --------------------------------------------
 
 
@@ -186,6 +228,217 @@ def test_transformers_reads_the_file_and_answers_alike(
             watch,
             rounding_ties.prompts(256, seed=3),
         )
+
+
+# --- hybrids: heads of every size, scales of every kind -------------------------------------------
+
+# of keys and of values, and how many features they have
+HEADS = [(2, 4, 32), (2, 6, 64), (1, 2, 64), (4, 4, 32), (2, 4, 96), (2, 6, 128), (1, 3, 128),
+         (2, 4, 192), (2, 4, 256)]  # fmt: skip
+
+
+def hybrid_of(keys: int, values: int, dim: int, scales: str) -> hybrids.Hybrid:
+    """Unrotated, the vocabulary floating; scales are one a matrix, one a row or one a group."""
+    made = hybrids.make(hybrids.Sizes(inter=512, dim=dim, key_heads=keys, value_heads=values,
+                                      vocab=64, layers=4))  # fmt: skip
+    for module in ("model.embed_tokens", "lm_head"):
+        noise = np.random.default_rng(3).normal(0, 0.1, made.codes.pop(module).shape)
+        made.dense[f"{module}.weight"] = noise.astype(np.float32)
+        del made.scales[module]
+    for module, found in made.scales.items():
+        if scales != "groups":
+            found[:] = found[:1, :1] if scales == "one" else found[:, :1]
+        if scales == "rows":  # a group without weights has no scale to disagree with
+            made.codes[module][::3, : hybrids.GROUP] = 0
+    return made
+
+
+def same_values(a: Path, b: Path) -> None:
+    """Every weight; A_log has been through a logarithm."""
+    with Reader(a / "model.bin") as first, Reader(b / "model.bin") as second:
+        assert list(first.tensors) == list(second.tensors)
+        for name in first.tensors:
+            ours, theirs = (values_of(reader, name) for reader in (first, second))
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6 if "A_log" in name else 0)
+
+
+def values_of(reader: Reader, name: str) -> torch.Tensor:
+    tensor, info = reader.tensor(name), reader.tensors[name]
+    if not info.packed:
+        return tensor.float()
+    codes, scales = ops.unpack(tensor, info.in_features).float(), reader.scales(name)
+    if info.group_size:
+        return codes * scales.repeat_interleave(info.group_size, 1)[:, : codes.shape[1]]
+    return codes * scales.reshape(-1, 1)
+
+
+def dequantised(reader: GgufReader, name: str) -> np.ndarray:
+    """The values of a ternary matrix: as the gguf package has them, or by the type's description
+    where it does not know the type."""
+    info, data = reader.tensors[name], np.asarray(reader.data(name))
+    (rows, columns), kind = info.shape, info.type.name
+    if kind.startswith("TQ"):
+        number = official.GGMLQuantizationType[kind]
+        return official.quants.dequantize(data.reshape(rows, -1), number).astype(np.float64)
+    if kind == "PQ2_0":
+        blocks = data.reshape(rows, -1, 34)
+        codes = np.stack([blocks[..., 2:] >> s & 3 for s in (0, 2, 4, 6)], -1)
+        scales = blocks[..., :2].copy().view("<f2").astype(np.float64)
+        return ((codes.reshape(*codes.shape[:2], -1) - 1.0) * scales).reshape(rows, columns)
+    assert kind == "I2_S"
+    body = data[: rows * columns // 4].reshape(rows, -1, 32)
+    codes = np.stack([body >> s & 3 for s in (6, 4, 2, 0)], -2).reshape(rows, columns)
+    return (codes - 1.0) * float(data[rows * columns // 4 :][:4].copy().view("<f4")[0])
+
+
+@pytest.mark.parametrize("scales", ["one", "rows", "groups"])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_hybrids_keep_the_scale_of_every_weight(
+    tmp_path: Path, heads: tuple[int, int, int], scales: str
+) -> None:
+    """Whatever is written holds every weight, heads tiled, and becomes the same model again."""
+    made = hybrid_of(*heads, scales)
+    source = hybrids.write_unpacked(tmp_path / "source", made, dtype=torch.float32)
+    convert(source, tmp_path / "out")
+    in_order = heads[0] in (1, heads[1]) or heads[1] * heads[2] == hybrids.GROUP
+    whole = in_order or heads[2] % hybrids.GROUP == 0 or scales != "groups"
+    written = []
+    for kind in gguf_export.TYPES:
+        file = tmp_path / f"{kind}.gguf"
+        try:
+            export_gguf(tmp_path / "out", file, type=kind, tokenizer=False)
+        except ConvertError as error:
+            assert error.code in ("group-scales", "gguf-row-length") and not file.exists()
+            continue
+        written.append(kind)
+        with GgufReader(file) as reader:
+            for module in made.codes:
+                expected = hybrids.tiled(made.sizes, module, made.stored(module))
+                if module.endswith("linear_attn.out_proj"):
+                    expected = hybrids.tiled(made.sizes, "in_proj_z", expected.T).T
+                found = dequantised(reader, hybrids.gguf_name(module))
+                assert np.array_equal(found, expected), module
+        convert(file, tmp_path / f"back-{kind}")
+        same_values(tmp_path / "out", tmp_path / f"back-{kind}")
+    several = [kind for kind in written if kind != "pq2_0"]
+    assert ("pq2_0" in written) == whole and bool(several) == (scales == "one"), written
+
+
+# --- what is written is read ----------------------------------------------------------------------
+
+
+def source_of(folder: Path, name: str) -> tuple[Path, dict[str, Any]]:
+    """A checkpoint by the name of its family, and options of its conversion."""
+    if name in hybrids.CASES:
+        return hybrids.write_mlx(folder / "hf", hybrids.make(name, layers=4)), {}
+    if name.startswith("bonsai-"):
+        return bonsai.write_mlx(folder / "hf", bonsai.make(name == "bonsai-tied")), {}
+    case = CASES.get(name)
+    family = FAMILIES[name] if case is None else case.family
+    return write_checkpoint(folder / "hf", family), {} if case is None else case.options
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "name", [*FAMILIES, *CASES, *hybrids.CASES, "bonsai-tied", "bonsai-untied"]
+)
+def test_every_file_that_is_written_is_read(name: str, tmp_path: Path) -> None:
+    source, options = source_of(tmp_path, name)
+    convert(source, tmp_path / "out", **options)
+    for kind in gguf_export.TYPES:
+        file = tmp_path / f"{kind}.gguf"
+        try:
+            export_gguf(tmp_path / "out", file, type=kind, tokenizer=False)
+        except ConvertError as error:
+            assert error.code.startswith(("gguf-", "group-scales")) and not file.exists()
+        else:
+            convert(file, tmp_path / f"back-{kind}")
+
+
+def rewritten(model: Path, folder: Path, part: str, value: float) -> Path:
+    """A model.bin whose tensors with `part` in their name, or the first rows of their scales, are
+    `value`.
+    """
+    folder.mkdir()
+    with Reader(model / "model.bin") as reader:
+        with Writer(folder / "model.bin", reader.config, len(reader.tensors)) as writer:
+            for name, info in reader.tensors.items():
+                tensor, hit = reader.tensor(name), part in name
+                if not info.packed:
+                    writer.add_dense(name, tensor.new_full(tensor.shape, value) if hit else tensor)
+                    continue
+                scales = reader.scales(name).clone()
+                scales[:3] = value if hit else scales[:3]
+                size = {"group_size": info.group_size} if info.group_size else {}
+                writer.add_packed(name, tensor, scales, in_features=info.in_features, **size)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain_hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hybrid")
+    convert(hybrids.write_mlx(folder / "hf", hybrids.make("plain", layers=4)), folder / "model")
+    return folder / "model"
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("part", "value", "code"),
+    [
+        ("0.linear_attn.A_log", 100.0, "gguf-values"),  # exp gives an infinity
+        ("0.linear_attn.A_log", -110.0, "gguf-values"),  # and 0
+        ("0.linear_attn.A_log", -80.0, None),
+        ("1.mlp.up_proj", 65519.0, None),
+        ("1.mlp.up_proj", 65536.0, "bad-scale"),
+        ("1.mlp.up_proj", 1e38, "bad-scale"),
+        ("1.mlp.up_proj", 6e-8, None),
+        ("1.mlp.up_proj", 2.5e-8, "bad-scale"),
+        ("1.mlp.up_proj", 0.0, "bad-scale"),  # beside weights that are not 0
+    ],
+)
+def test_values_that_a_file_does_not_hold_are_named(
+    tmp_path: Path, plain_hybrid: Path, part: str, value: float, code: str | None
+) -> None:
+    model = rewritten(plain_hybrid, tmp_path / "m", part, value)
+    file = tmp_path / "x.gguf"
+    if code is None:
+        export_gguf(model, file, type="pq2_0", tokenizer=False)
+        convert(file, tmp_path / "back")
+        return
+    with pytest.raises(ConvertError, match=re.escape(f"got {value:g} [")) as caught:
+        export_gguf(model, file, type="pq2_0", tokenizer=False)
+    assert caught.value.code == code and part in str(caught.value) and not file.exists()
+    assert str(tmp_path) not in str(caught.value)
+
+
+@pytest.mark.filterwarnings("error")
+def test_scales_of_groups_without_weights_are_zero(tmp_path: Path) -> None:
+    """As files of other writers have them."""
+    made = hybrids.make("plain", layers=4)
+    for module, codes in made.codes.items():
+        codes[:3], made.scales[module][:3] = 0, 0
+    with Writer(
+        tmp_path / "m.bin", hybrids.converted_config(made), len(hybrids.converted(made))
+    ) as writer:
+        for name, value in hybrids.converted(made).items():
+            if isinstance(value, tuple):
+                codes, scales = map(torch.from_numpy, value)
+                writer.add_packed(name, ops.pack(codes), scales.float(), group_size=128)
+            else:
+                writer.add_dense(name, torch.from_numpy(value))
+    export_gguf(tmp_path / "m.bin", tmp_path / "x.gguf", type="pq2_0", tokenizer=False)
+    convert(tmp_path / "x.gguf", tmp_path / "back")
+
+
+def test_a_hybrid_of_attention_alone_is_no_qwen35(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hybrids.Sizes, "is_full", lambda self, layer: True)
+    source = hybrids.write_unpacked(tmp_path / "hf", hybrids.make("plain", layers=2))
+    convert(source, tmp_path / "out")
+    with pytest.raises(ConvertError, match="attention in every layer") as caught:
+        export_gguf(tmp_path / "out", tmp_path / "x.gguf", type="pq2_0", tokenizer=False)
+    assert caught.value.code == "gguf-architecture"
 
 
 # --- the demo model -------------------------------------------------------------------------------

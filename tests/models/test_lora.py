@@ -6,15 +6,18 @@ transformers' own), and numpy. Adapters are written here or saved by peft.
 
 import dataclasses
 import json
+import re
 import shutil
 
 import numpy as np
 import peft
 import pytest
 import torch
-from safetensors.torch import save_file
+import transformers
+from safetensors.torch import load_file, save_file
 
 import hf_writer
+import hybrids
 import rounding_ties
 from bitnet_ops import training
 from bitnet_ops.cli import main
@@ -158,6 +161,129 @@ def test_merging_is_that_of_peft(base, tmp_path):
     assert changed == 4
 
 
+# Hybrids, whose decoder has other names in the class that reads images too ------------------------
+
+# the second is that of transformers; the last two are of a decoder without a head, and compiled
+SPELLINGS = ["model.", "model.language_model.", "language_model.model.", "", "_orig_mod.model."]
+TARGETS = ["q_proj", "o_proj", "in_proj_qkv", "out_proj", "down_proj"]
+
+
+def peft_of_images(made):
+    """PEFT over Qwen3_5ForConditionalGeneration with the decoder of `made`."""
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2,
+              "out_hidden_size": made.sizes.hidden, "num_position_embeddings": 16}  # fmt: skip
+    about = {**hybrids.nested_config(made), "vision_config": vision}
+    config = transformers.Qwen3_5Config(**{k: v for k, v in about.items() if k != "architectures"})
+    config._attn_implementation = "eager"
+    model = transformers.Qwen3_5ForConditionalGeneration(config).float()
+    decoder = {n.replace("model.", SPELLINGS[1], 1): t for n, t in hybrids.state_dict(made).items()}
+    assert not model.load_state_dict(decoder, strict=False).unexpected_keys
+    options = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=6, target_modules=TARGETS)
+    model = peft.get_peft_model(model, options).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def respelled(folder, adapter, spelling):
+    shutil.copytree(adapter, folder)
+    stored = load_file(adapter / "adapter_model.safetensors")
+    assert all(f"model.{SPELLINGS[1]}layers." in name for name in stored)
+    new = {name.replace(SPELLINGS[1], spelling): tensor for name, tensor in stored.items()}
+    save_file(new, folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module", params=["plain", "rotated"])
+def tuned(request, tmp_path_factory):
+    """(the hybrid, PEFT's model, its adapter's folder)."""
+    folder = tmp_path_factory.mktemp("tuned")
+    made = hybrids.make(request.param, layers=4)
+    torch.manual_seed(7)
+    model = peft_of_images(made)
+    model.save_pretrained(folder / "adapter")
+    return made, model, folder / "adapter"
+
+
+def test_an_adapter_of_a_hybrid_beside_it(tuned, tmp_path):
+    """Under each kind of names what PEFT computes; activations of 16 bits leave little rounding."""
+    made, theirs, adapter = tuned
+    convert(hybrids.write_mlx(tmp_path / "source", made), tmp_path / "out")
+    ids = prompts(1)[0]
+    with torch.no_grad():
+        expected = theirs(input_ids=ids).logits
+    found = []
+    for at, spelling in enumerate(SPELLINGS):
+        ours = load(tmp_path / "out", lora=respelled(tmp_path / str(at), adapter, spelling)).model
+        ours.set_activation_format("int16_group")
+        found.append(run(ours, ids))
+        assert torch.equal(found[0], found[-1])
+    assert relative(found[0], expected) < 2e-3
+    plain = load(tmp_path / "out").model
+    plain.set_activation_format("int16_group")
+    assert relative(run(plain, ids), expected) > 0.05
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_an_adapter_of_a_hybrid_in_its_masters(nested, tuned, tmp_path):
+    made, _, adapter = tuned
+    generator = np.random.default_rng(2)
+    made = dataclasses.replace(made, signs={}, sizes=dataclasses.replace(made.sizes, block=0))
+    masters = {n: generator.normal(0, 0.05, c.shape) for n, c in made.codes.items() if "_proj" in n}
+
+    def write(name, more):
+        source = hybrids.write_unpacked(tmp_path / name, made, nested=nested)
+        stored = load_file(source / "model.safetensors")
+        for module, values in masters.items():
+            inside = module.replace("model.", SPELLINGS[1], 1) if nested else module
+            total = torch.from_numpy(values).float() + more.get(module, 0)
+            stored[f"{inside}.weight"] = total.contiguous()
+        save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
+        about = json.loads((source / "config.json").read_text())
+        about["quantization_config"] = {"quant_method": "bitnet", "linear_class": "autobitlinear",
+                                        "quantization_mode": "online"}  # fmt: skip
+        (source / "config.json").write_text(json.dumps(about))
+        return source
+
+    delta, factor = {}, {}
+    for name, tensor in load_file(adapter / "adapter_model.safetensors").items():
+        module, _, which = name.partition(".lora_")
+        module = module.replace(f"base_model.model.{SPELLINGS[1]}", "model.")
+        factor[module, which[0]] = tensor
+    for module, _ in factor:
+        delta[module] = (factor[module, "B"] @ factor[module, "A"]) * (6 / 4)
+    convert(write("merged", delta), tmp_path / "expected")
+    source = write("source", {})
+    with Reader(tmp_path / "expected" / "model.bin") as expected:
+        for at, spelling in enumerate(SPELLINGS):
+            merged = respelled(tmp_path / f"a{at}", adapter, spelling)
+            convert(source, tmp_path / f"out{at}", lora=merged)
+            with Reader(tmp_path / f"out{at}" / "model.bin") as ours:
+                for name in expected.tensors:
+                    assert torch.equal(ours.tensor(name), expected.tensor(name)), name
+
+
+def test_two_names_of_one_factor(tmp_path):
+    """Taken where both are the same; otherwise both are named."""
+    again = _A.replace("lora_A", "lora_A.default")
+    nested = {n.replace(".model.layers.", ".model.language_model.layers."): t.clone()
+              for n, t in factors().items()}  # fmt: skip
+    for at, (other, words) in enumerate([
+        (lambda t: {again: t[_A].clone()}, f"{re.escape(_A)} .*{re.escape(again)}|"
+         f"{re.escape(again)} .*{re.escape(_A)}"),
+        (lambda t: {n: nested[n].copy_(t[n.replace("language_model.", "")]) for n in nested},
+         f"as {re.escape(Q)} and as model.language_model|as model.language_model.* and as "),
+    ]):  # fmt: skip
+        tensors = factors()
+        extra = other(tensors)
+        same = read_adapter(adapter(tmp_path / f"same{at}", {**tensors, **extra}))
+        assert set(same.weights) == set(SHAPES)
+        extra[next(iter(extra))][0, 0] += 1
+        with pytest.raises(LoraError, match=words):
+            read_adapter(adapter(tmp_path / f"other{at}", {**tensors, **extra}))
+
+
 # LoRA beside a projection -------------------------------------------------------------------------
 
 
@@ -269,6 +395,10 @@ REJECTED_OPTIONS = {
 REJECTED_TENSORS = {
     "no-b": (lambda t: t.pop(_A.replace("_A", "_B")), "expected lora_A and lora_B of .* no lora_B"),
     "nan": (lambda t: t[_A].fill_(float("nan")), "expected finite lora_A of model.layers.0"),
+    "float8": (
+        lambda t: t.update({_A: t[_A].to(torch.float8_e4m3fn)}),
+        "of 16 bits or more, got float8_e4m3fn .4, 256.",
+    ),
     "integer": (lambda t: t.update({_A: t[_A].to(torch.int8)}), "expected a floating matrix"),
     "magnitude": (
         lambda t: t.update({f"base_model.model.{Q}.lora_magnitude_vector": torch.ones(2)}),

@@ -14,16 +14,20 @@ from bitnet_ops.cli.terminal import show
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments to `parser`."""
-    parser.description = "Write a converted model as a GGUF file for bitnet.cpp or llama.cpp."
+    parser.description = (
+        "Write a converted model as a GGUF file. Which program opens it depends on its type and on "
+        "the architecture: the BitNets of microsoft/bitnet-b1.58-2B-4T open in bitnet.cpp alone, "
+        "Qwen3 and Qwen3.5 do not open there. The report names the programs."
+    )
     parser.add_argument("model", metavar="MODEL", help="converted folder, or model.bin")
     parser.add_argument("file", metavar="OUT.gguf", help="file to write")
     parser.add_argument(
         "--type",
         choices=("i2_s", "tq1_0", "tq2_0", "pq2_0"),
         default="i2_s",
-        help="of the ternary matrices: i2_s for bitnet.cpp (exact; the default), tq1_0 or tq2_0 "
-        "for llama.cpp (float16 scales, K %% 256 == 0), pq2_0 for PrismML's fork (a float16 "
-        "scale for 128 weights, as Bonsai models have them)",
+        help="of the ternary matrices: i2_s (the default, exact: bitnet.cpp opens this, llama.cpp "
+        "does not), tq1_0 or tq2_0 (llama.cpp: float16 scales, K %% 256 == 0), pq2_0 (PrismML's "
+        "fork of llama.cpp alone: a float16 scale for 128 weights, as Bonsai models have them)",
     )
     parser.add_argument("--no-tokenizer", action="store_true", help="leave the vocabulary out")
     add_force(parser, "OUT.gguf")

@@ -16,6 +16,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,12 +69,24 @@ from bitnet_ops.untrusted import UntrustedFileError, printable, read_json_object
 TYPES = {"i2_s": "I2_S", "tq1_0": "TQ1_0", "tq2_0": "TQ2_0", "pq2_0": "PQ2_0"}
 _FILE_TYPES = {"I2_S": 40, "TQ1_0": 36, "TQ2_0": 37}  # general.file_type
 _EXACT = ("TQ1_0", "TQ2_0")  # types whose float32 scales go along
+# program -> the types and the architectures that it has
+_MAINLINE = ("bitnet", "llama", "qwen3", "qwen35")
+_PROGRAMS = {
+    "bitnet.cpp": (("I2_S", "TQ1_0", "TQ2_0"), ("bitnet-b1.58", "bitnet", "llama")),
+    "llama.cpp": (("TQ1_0", "TQ2_0"), _MAINLINE),
+    "PrismML's fork of llama.cpp": (("TQ1_0", "TQ2_0", "PQ2_0"), _MAINLINE),
+}
+_ROTATES = "PrismML's fork of llama.cpp"  # the others would pass over the keys of a rotation
 _DENSE = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 @dataclass
 class ExportReport:
-    """What an export wrote. `largest_rounding`: of a scale by float16, relative; 0 for I2_S."""
+    """What an export wrote.
+
+    largest_rounding: of a scale by float16, relative; 0 for I2_S. opened_by: programs that have the
+    type and the architecture, beside this package.
+    """
 
     file: str
     architecture: str
@@ -82,6 +95,7 @@ class ExportReport:
     output_bytes: int
     largest_rounding: float
     seconds: float
+    opened_by: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,8 +107,28 @@ class ExportReport:
         return [
             f"wrote {self.file}: architecture {self.architecture}, {self.type}, "
             f"{self.tensors} tensors, {self.output_bytes:,} bytes in {self.seconds:.1f} s",
+            self._openers(),
             *(f"note: {remark}" for remark in self.remarks),
         ]
+
+    def _openers(self) -> str:
+        what = f"{self.type} of the architecture {self.architecture}"
+        others = [program for program in _PROGRAMS if program not in self.opened_by]
+        if not self.opened_by:
+            return f"no program is known to open {what}, but `bitnet-ops convert` reads it back"
+        opens = f"opens in {' and '.join(self.opened_by)}"
+        return f"{opens}, not in {' or '.join(others)}" if others else opens
+
+
+def opened_by(type_name: str, architecture: str, *, rotated: bool = False) -> list[str]:
+    """The programs that have the type and the architecture of a file."""
+    return [
+        program
+        for program, (types, architectures) in _PROGRAMS.items()
+        if type_name in types
+        and architecture in architectures
+        and (program == _ROTATES or not rotated)
+    ]
 
 
 @said_by("export")
@@ -136,8 +170,9 @@ def export_gguf(
             export.write(made, target.stem, keys, progress)
     except (SglbitntError, UnsupportedModelError, TensorError, LoadError) as error:
         raise ConvertError("export-source", f"export: {error}") from error
-    except GgufError as error:
-        raise ConvertError("write-failed", f"export: {error}") from error
+    except GgufError as error:  # which names the file where it was being written
+        said = str(error).partition(": ")[2]
+        raise ConvertError("write-failed", f"export: {target.name}: {said}") from error
     except OSError as error:
         reject("write-failed", f"to write {target}", str(error), "nothing was kept")
     if export.rounding:
@@ -154,6 +189,7 @@ def export_gguf(
         target.stat().st_size,
         export.rounding,
         round(time.perf_counter() - started, 3),
+        opened_by(export.type, export.architecture.name, rotated=export.model.rotation is not None),
         remarks,
     )
 
@@ -167,6 +203,7 @@ def architecture_for(model: ModelConfig) -> Architecture:
     ]
     odd += ["scalings"] if model.scalings != Scalings() else []
     odd += ["sliding windows"] if model.windows else []
+    odd += ["attention in every layer"] if model.family.hybrid and not model.delta_net else []
     if not names or odd:
         found = f"{model.model_type} with {model.hidden_act}, sub_norms {model.sub_norms}"
         found += f", {', '.join(odd)}" if odd else ""
@@ -182,6 +219,16 @@ def _maths(of: Family | ModelConfig) -> tuple[Any, ...]:
     """The parts of a layer that architectures differ in."""
     hybrid_family = (of.family if isinstance(of, ModelConfig) else of).hybrid
     return of.hidden_act, of.sub_norms, of.qk_norm, of.biases, of.post_norms, hybrid_family
+
+
+@contextmanager
+def _named(name: str, remedy: str = "") -> Iterator[None]:
+    """What a layout cannot hold of the tensor `name`, as a ConvertError."""
+    try:
+        yield
+    except layouts.LayoutError as error:
+        code = "gguf-row-length" if error.code == "row_length" else "bad-scale"
+        raise ConvertError(code, f"convert: {name}: {error}{remedy}") from None
 
 
 class _Export:
@@ -210,15 +257,11 @@ class _Export:
         if scale is None:
             reject("group-scales", f"one scale for {name}", "none, or one for a group of weights",
                    "only the type pq2_0 holds them")  # fmt: skip
-        try:
+        with _named(name, "; i2_s takes K % 128 == 0, tq1_0 and tq2_0 K % 256 == 0"):
             layouts.check_shape(self.type, rows, columns)
             if self.type != "I2_S":
                 half = float(layouts.half_scale(scale))
                 self.rounding = max(self.rounding, abs(half / scale - 1.0))
-        except layouts.LayoutError as error:
-            code = "gguf-row-length" if error.code == "row_length" else "bad-scale"
-            remedy = "i2_s takes K % 128 == 0, tq1_0 and tq2_0 K % 256 == 0"
-            raise ConvertError(code, f"convert: {name}: {error}; {remedy}") from None
         self._scales[gguf_name(name, self.architecture)] = scale
 
     def _check_groups(self, name: str, spec: TensorSpec) -> None:
@@ -226,13 +269,11 @@ class _Export:
             reject("group-scales", f"{name} with scales of {BLOCK} weights or more", f"of {size}",
                    "pq2_0 cannot hold them")  # fmt: skip
         scales = self._reader.scales(name).numpy()
-        try:
+        with _named(name):
             layouts.check_shape(self.type, spec.shape[0], spec.shape[1])
-            off = np.abs(layouts.half_scales(scales) / scales.astype(np.float64) - 1.0)
-        except layouts.LayoutError as error:
-            code = "gguf-row-length" if error.code == "row_length" else "bad-scale"
-            raise ConvertError(code, f"convert: {name}: {error}") from None
-        self.rounding = max(self.rounding, float(off.max()))
+            halves, wide = layouts.half_scales(scales), scales.astype(np.float64)
+        off = np.abs(halves[scales > 0] / wide[scales > 0] - 1.0)
+        self.rounding = max(self.rounding, float(off.max(initial=0.0)))
 
     def write(
         self, file: Path, name: str, vocabulary: dict[str, Any], progress: Progress | None
@@ -279,9 +320,12 @@ class _Export:
             order = hybrid.tiled_rows(name, net)
             columns = hybrid.tiled_columns(name, net, self.model.rotation)
         rows = rows if order is None else rows[np.argsort(order)]
+        used: Any = None
         if columns is not None:
             columns = np.argsort(columns)
-            rows = layouts.pack_rows(layouts.unpack_rows(rows, spec.shape[1])[:, columns])
+            codes = layouts.unpack_rows(rows, spec.shape[1])
+            used = (codes.reshape(len(rows), -1, BLOCK) != 1).any(axis=2)
+            rows = layouts.pack_rows(codes[:, columns])
         if self.type != "PQ2_0":
             scale = self._reader.tensors[name].scale
             assert scale is not None
@@ -292,8 +336,11 @@ class _Export:
             (len(rows), spec.shape[1] // BLOCK),
         )
         groups = groups if order is None else groups[np.argsort(order)]
-        groups = groups if columns is None else groups[:, columns[::BLOCK] // BLOCK]
-        return layouts.encode_groups(rows, spec.shape[1], groups)
+        if columns is not None and net is not None:
+            groups = np.where(used, groups, np.nan)
+            groups = hybrid.moved_groups(groups, columns, BLOCK, net.value_dim, name)
+        with _named(name):
+            return layouts.encode_groups(rows, spec.shape[1], groups)
 
     def _metadata(self, name: str) -> dict[str, tuple[str, Any]]:
         c, a = self.model, self.architecture.name

@@ -400,9 +400,9 @@ def _from_layout(reader: Reader, info: TensorInfo, layout: str, exact: float | N
             f"{info.name} holds zeros alone",
         )
     if exact is not None:
-        with np.errstate(all="ignore"):
-            stored = float(np.float16(np.float32(exact)))
-        if stored != scale:
+        with np.errstate(over="ignore"):  # an infinity is another scale
+            half = float(np.float16(np.float32(exact)))
+        if half != scale:
             reject("bad-scale", f"{info.name} with the scale {exact} as float16", f"{scale}")
         scale = exact
     return Ternary(rows, torch.tensor([scale], dtype=torch.float32))

@@ -26,7 +26,15 @@ from bitnet_ops.convert.ternary import (
     looks_ternary,
     packed_scale,
 )
-from bitnet_ops.nn.lora import CONFIG_FILE, WEIGHTS_FILE, Adapter, LoraError, read_adapter
+from bitnet_ops.nn.lora import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    Adapter,
+    LoraError,
+    LoraWeight,
+    own_module,
+    read_adapter,
+)
 
 
 class HfSource(Source):
@@ -70,6 +78,7 @@ class HfSource(Source):
             package=bool(checkpoint.packed_mlx),
         )
         self.adapter: Adapter | None = None
+        self._factors: dict[str, LoraWeight] = {}  # of the adapter, by tensor
         self._lora, self._trusted = lora, trust_scales
         self._inner_offset = 0.0
 
@@ -89,11 +98,8 @@ class HfSource(Source):
 
     def tensor(self, name: str) -> Tensor:
         """The tensor `name` as stored; masters with an adapter are float32."""
-        stored = self.plan.stored[name]
-        tensor = self.checkpoint.tensor(stored)
-        if self.adapter is None:
-            return tensor
-        lora = self.adapter.weights.get(stored.removesuffix(".weight"))
+        tensor = self.checkpoint.tensor(self.plan.stored[name])
+        lora = self._factors.get(name)
         return tensor if lora is None else tensor.float() + lora.delta()
 
     def dense(self, name: str) -> Tensor:
@@ -184,15 +190,19 @@ class HfSource(Source):
             adapter = read_adapter(folder)
         except LoraError as error:
             raise ConvertError("lora", f"convert: {error}") from error
-        names = [plan.stored[name] for name in plan.ternary]
-        projections = {name: self.checkpoint.tensors[name] for name in names}
+        # under the name here, or as the checkpoint spells it
+        stored = {own_module(plan.stored[n].removesuffix(".weight")): n for n in plan.ternary}
+        named = stored | {name.removesuffix(".weight"): name for name in plan.ternary}
         for module, lora in adapter.weights.items():
-            record = projections.get(f"{module}.weight")
-            shape = [len(lora.b), lora.a.shape[1]]
-            if record is None or list(record.shape) != shape:
+            name, shape = named.get(module), [len(lora.b), lora.a.shape[1]]
+            record = None if name is None else self.checkpoint.tensors[plan.stored[name]]
+            if name is None or record is None or list(record.shape) != shape:
                 found = "none of that name" if record is None else f"{list(record.shape)}"
                 expected = f"a projection {module}.weight {shape}, as the adapter has it"
                 reject("lora", expected, found, "the adapter is another model's")
+            if name in self._factors:
+                reject("lora", f"one adapter of {name}", f"two, one of them as {module}")
+            self._factors[name] = lora
         return adapter
 
     def _check_tied_head(self) -> None:

@@ -30,6 +30,7 @@ from bitnet_ops.formats.gguf import is_strings
 from bitnet_ops.models.tensors import ROTATION
 
 Indices = NDArray[np.int64]
+Floats = NDArray[np.float32]
 
 # Tensors of one name: whatever they are in a file, they stay float32 here.
 _FLOAT32 = ("in_proj_a.weight", "in_proj_b.weight", "conv1d.weight", "A_log", "dt_bias")
@@ -118,6 +119,15 @@ def as_here(name: str, tensor: Tensor) -> Tensor:
     if name.endswith(CONVOLUTION):
         tensor = tensor.flatten(1).t()
     return tensor.float().contiguous() if name.endswith(_FLOAT32) else tensor
+
+
+def to_transformers(name: str, tensor: Tensor, model: ModelConfig) -> Tensor:
+    """The contrary: a dense tensor of a conversion as transformers' class of the model has it."""
+    if name.endswith(CONVOLUTION):
+        return tensor.t().unsqueeze(1)
+    if name.endswith("norm.weight") and not name.endswith(GATED_NORM):
+        return tensor.float() - offset if (offset := model.family.norm_offset) else tensor
+    return tensor
 
 
 # MLX packages with rotations ----------------------------------------------------------------------
@@ -363,15 +373,36 @@ def tiled_columns(name: str, net: DeltaNet, rotation: Rotation | None) -> Indice
     return tiled_rows("linear_attn.in_proj_z", net)
 
 
+def moved_groups(scales: Floats, order: Indices, size: int, head: int, name: str) -> Floats:
+    """Scales [N, groups] of `size` columns each, once the columns are in another order.
+
+    order: for every column where it was; it moves whole heads of `head`. NaN: of a group without
+    weights, which any scale fits; 0 comes of it. ConvertError where weights of several scales meet
+    in a group.
+    """
+    whole = np.pad(order, (0, -len(order) % size), mode="edge")
+    parts = whole.reshape(-1, size) // size  # of every new group the old ones
+    moved = scales[:, parts[:, 0]]
+    for at in range(1, size):
+        if np.array_equal(parts[:, at], parts[:, at - 1]):
+            continue  # columns that have moved together
+        found = scales[:, parts[:, at]]
+        if ((found != moved) & ~np.isnan(found) & ~np.isnan(moved)).any():
+            reject("group-scales", f"heads of {name} of whole groups of {size} weights",
+                   f"heads of {head}, whose scales would meet in a group",
+                   "they cannot be put in order")  # fmt: skip
+        moved = np.fmax(moved, found)
+    return np.nan_to_num(moved, nan=0.0)
+
+
 def with_columns(found: Ternary, order: Indices, head: int, name: str) -> Ternary:
     """A ternary matrix with its columns in another order, which moves whole heads of `head`."""
-    at, size = torch.from_numpy(order), found.group_size
-    if size and head % size:
-        reject("group-scales", f"heads of {name} of whole groups of {size} weights",
-               f"heads of {head}", "they cannot be put in order")  # fmt: skip
-    codes = ops.unpack(found.rows, len(order))[:, at]
-    scale = found.scale[:, at[::size] // size] if size else found.scale
-    return dataclasses.replace(found, rows=ops.pack(codes), codes=None, scale=scale.contiguous())
+    codes, scale = ops.unpack(found.rows, len(order))[:, torch.from_numpy(order)], found.scale
+    if size := found.group_size:
+        groups = scale.numpy()
+        moved = moved_groups(np.where(groups == 0, np.nan, groups), order, size, head, name)
+        scale = torch.from_numpy(np.ascontiguousarray(moved))
+    return dataclasses.replace(found, rows=ops.pack(codes), codes=None, scale=scale)
 
 
 def from_gguf(name: str, tensor: Tensor) -> Tensor:
@@ -392,7 +423,10 @@ def to_gguf(name: str, tensor: Tensor, net: DeltaNet) -> Tensor:
     if name.endswith(CONVOLUTION):
         tensor = tensor.t()
     if name.endswith("A_log"):
-        tensor = tensor.double().exp().neg().float()
+        stated, tensor = tensor, tensor.double().exp().neg().float()
+        if (lost := (tensor == 0) | tensor.isinf()).any():
+            reject("gguf-values", f"{name} whose exponential float32 holds",
+                   f"{float(stated[lost][0]):g}")  # fmt: skip
     order = tiled_rows(name, net)
     return tensor if order is None else tensor[torch.from_numpy(np.argsort(order))]
 

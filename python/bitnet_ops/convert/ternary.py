@@ -76,21 +76,30 @@ def from_masters(
     name: str, masters: torch.Tensor, scheme: Scheme
 ) -> tuple[torch.Tensor, float, str | None]:
     """Floating [N, K] -> (codes int8 [N, K], absmean scale, a remark or None)."""
-    check_finite(name, masters)
+    check_masters(name, masters, scheme)
     codes, scale = ops.quantize_weights(masters)
     remark = None
     if not torch.count_nonzero(codes):
         remark = f"{name} is ternarised to zeros alone"
     elif _already_ternary(masters, codes):
-        if scheme.assumed:
-            reject(
-                "already-ternary",
-                f"real-valued masters in {name}",
-                "only one magnitude beside zero: these weights are ternary already",
-                "taking their mean again would change their scale",
-            )
         remark = f"{name} holds one magnitude beside zero; its absmean differs from that magnitude"
     return codes, float(scale), remark
+
+
+def check_masters(name: str, masters: torch.Tensor, scheme: Scheme) -> None:
+    """Reject what is not finite, and on the caller's word alone what has its scales already.
+
+    Weights of one bit, -s and s, have them as ternary ones do.
+    """
+    check_finite(name, masters)
+    if scheme.assumed and masters.any() and _scales_of(masters.abs()) is not None:
+        reject(
+            "already-ternary",
+            f"real-valued masters in {name}",
+            "only one magnitude beside zero in every row or group of weights: they have their "
+            "scales already",
+            "taking their mean again would change them",
+        )
 
 
 def _already_ternary(masters: torch.Tensor, codes: torch.Tensor) -> bool:

@@ -153,8 +153,9 @@ def encode_groups(rows: Bytes, k: int, scales: Floats) -> Bytes:
         codes = unpack_rows(rows[part], k).reshape(-1, k // 128, 32, 4)
         used = (codes != 1).any(axis=(2, 3))
         halves = half_scales(np.where(used, scales[part], 0))
-        if (used & (halves == 0)).any():
-            raise LayoutError("scale", "expected scales that float16 holds, got one below them")
+        if (lost := used & (halves == 0)).any():
+            got = scales[part][lost][0]
+            raise LayoutError("scale", f"expected scales that float16 holds, got {got:g}")
         out[part, :, :2] = halves[..., None].view(np.uint8)
         fields = codes << np.array([0, 2, 4, 6], dtype=np.uint8)
         out[part, :, 2:] = np.bitwise_or.reduce(fields, axis=3)
@@ -167,7 +168,7 @@ def half_scales(scales: Floats) -> NDArray[np.float16]:
         halves = scales.astype("<f2")
     if not np.isfinite(halves).all():
         got = scales.max()
-        raise LayoutError("scale", f"expected scales that float16 holds, got {got}")
+        raise LayoutError("scale", f"expected scales that float16 holds, got {got:g}")
     return halves
 
 
@@ -176,7 +177,7 @@ def half_scale(scale: float) -> np.float16:
     with np.errstate(over="ignore"):
         half = np.float16(np.float32(scale))
     if not np.isfinite(half) or half < np.finfo(np.float16).tiny:
-        raise LayoutError("scale", f"expected a scale that float16 holds, got {scale}")
+        raise LayoutError("scale", f"expected a scale that float16 holds, got {scale:g}")
     return half
 
 

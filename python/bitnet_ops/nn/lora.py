@@ -40,6 +40,13 @@ from bitnet_ops.untrusted.patterns import PatternError, matches
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _CONFIG_LIMIT_BYTES = 1 << 20
 _PREFIX = "base_model.model."
+# How wrappers and classes spell where a decoder's layers are -> as it is spelled here: models for
+# images beside the text, decoders without a head.
+_SPELLINGS = (
+    ("_orig_mod.", ""), ("module.", ""), ("model.language_model.", "model."),
+    ("language_model.", ""), ("layers.", "model.layers."),
+)  # fmt: skip
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])(\.default)?\.weight")
 
 # Options that change the formula -> what they switch on.
@@ -95,9 +102,20 @@ class LoraWeight:
         return (self.b.float() @ self.a.float()) * self.scaling
 
 
+def own_module(name: str) -> str:
+    """A decoder's module under the name that it has here, whatever class it was trained in."""
+    for prefix, instead in _SPELLINGS:
+        if name.startswith(prefix):
+            name = instead + name.removeprefix(prefix)
+    return name
+
+
 @dataclass(frozen=True)
 class Adapter:
-    """A PEFT directory: its name and, by module name (`model.layers.0...q_proj`), its weights."""
+    """A PEFT directory: its name and, by module name (`model.layers.0...q_proj`), its weights.
+
+    Names are those of `own_module`.
+    """
 
     folder: Path
     rank: int
@@ -124,12 +142,28 @@ def read_adapter(folder: str | os.PathLike[str]) -> Adapter:
     pairs = _read_factors(path)
     ranks = _values("rank_pattern", "r", list(pairs), config)
     alphas = _values("alpha_pattern", "lora_alpha", list(pairs), config)
-    weights = {
-        module: _weight(module, factors, int(ranks[module]), alphas[module], config)
-        for module, factors in pairs.items()
-    }
-    _check_targets(config, list(weights))
+    weights: dict[str, LoraWeight] = {}
+    spelled: dict[str, str] = {}
+    for module, factors in pairs.items():
+        found = _weight(module, factors, int(ranks[module]), alphas[module], config)
+        first = spelled.setdefault(own_module(module), module)
+        if first != module and not _same(weights[own_module(module)], found):
+            _reject("one adapter of a module", f"others as {first} and as {module}",
+                    "the file has two names for it")  # fmt: skip
+        weights[own_module(module)] = found
+    _check_targets(config, list(pairs))
     return Adapter(path, config["r"], weights)
+
+
+def _same(a: LoraWeight, b: LoraWeight) -> bool:
+    return a.scaling == b.scaling and _equal(a.a, b.a) and _equal(a.b, b.b)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit, in any dtype."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (a, b)))
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -186,6 +220,7 @@ def _read_factors(path: Path) -> dict[str, dict[str, Tensor]]:
     if is_lfs_pointer(file):
         raise LoraError(f"lora: expected the weights in {file}, got {LFS_POINTER}")
     pairs: dict[str, dict[str, Tensor]] = {}
+    names: dict[tuple[str, str], str] = {}
     try:
         check_safetensors_header(file)
         with safe_open(str(file), framework="pt") as tensors:
@@ -193,8 +228,13 @@ def _read_factors(path: Path) -> dict[str, dict[str, Tensor]]:
                 match = _FACTOR.fullmatch(name)
                 if match is None or not name.startswith(_PREFIX):
                     _reject_tensor(name)
-                module = match["module"].removeprefix(_PREFIX)
-                pairs.setdefault(module, {})[match["factor"]] = tensors.get_tensor(name)
+                module, factor = match["module"].removeprefix(_PREFIX), match["factor"]
+                tensor, pair = tensors.get_tensor(name), pairs.setdefault(module, {})
+                first = names.setdefault((module, factor), name)
+                if first != name and not _equal(pair[factor], tensor):
+                    _reject(f"lora_{factor} of {module} once", f"others as {first} and as {name}",
+                            "keep one of them")  # fmt: skip
+                pair[factor] = tensor
     except (SafetensorError, OSError, UntrustedFileError) as error:
         _reject(f"a valid safetensors file {file}", error, "save the adapter again")
     if not pairs:
@@ -248,9 +288,10 @@ def _weight(
         _reject(f"lora_A and lora_B of {module}", f"no lora_{absent}", "the file is incomplete")
     a, b = factors["A"], factors["B"]
     for factor, tensor in factors.items():
-        if not tensor.is_floating_point() or tensor.dim() != 2:
-            found = f"{tensor.dtype} {list(tensor.shape)}"
-            _reject(f"a floating matrix lora_{factor} of {module}", found, "not plain LoRA")
+        if tensor.dtype not in _DTYPES or tensor.dim() != 2:
+            found = f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.")
+            _reject(f"a floating matrix lora_{factor} of {module}, of 16 bits or more", found,
+                    "not plain LoRA: save it in another dtype")  # fmt: skip
         if not torch.isfinite(tensor).all():
             _reject(f"finite lora_{factor} of {module}", "a NaN or an infinity", "training failed")
     if a.shape[0] != rank or b.shape[1] != rank:

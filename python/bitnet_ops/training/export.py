@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -22,18 +22,24 @@ from bitnet_ops.formats.atomic import beside
 from bitnet_ops.formats.destination import TOKENIZER_FILES
 from bitnet_ops.nn.packing import pack_hf
 from bitnet_ops.training.linear import TrainableBitLinear
-from bitnet_ops.training.model import TrainingError
+from bitnet_ops.training.model import TrainingError, architecture_of
 
 FORMS = ("packed", "masters", "bin")
 STAGING = "trained-model"  # the name that a report gives to the source
 
 
+class SavedTokenizer(Protocol):
+    """What a tokenizer of transformers can do."""
+
+    def save_pretrained(self, save_directory: str, /) -> object: ...
+
+
 def export(
-    model: Any,
+    model: nn.Module,
     destination: str | os.PathLike[str],
     *,
-    form: str = "packed",
-    tokenizer: Any = None,
+    form: Literal["packed", "masters", "bin"] = "packed",
+    tokenizer: str | os.PathLike[str] | SavedTokenizer | None = None,
     dtype: torch.dtype | None = None,
     verify: bool = False,
     force: bool = False,
@@ -51,7 +57,8 @@ def export(
         verify: with "bin", have the converter compare logits with the masters.
         force: with "bin", replace an earlier result.
     Returns `destination`.
-    Raises TrainingError: no ternary modules, a bias, outputs not a multiple of 4 (packed form);
+    Raises TrainingError: no ternary modules, one that is floating in its architecture, a bias
+        that its architecture does not have, outputs not a multiple of 4 (packed form);
         ConvertError: `destination` exists, or the converter does not know the model.
     """
     if form not in FORMS:
@@ -80,12 +87,21 @@ def _ternary_modules(model: nn.Module) -> dict[str, TrainableBitLinear]:
             "export: expected a model with TrainableBitLinear modules, got none; "
             "call training.replace_linears before training"
         )
-    biased = [name for name, module in found.items() if module.bias is not None]
+    parts = architecture_of(model)
+    biased = [n for n, m in found.items() if m.bias is not None and parts.get(f"{n}.bias") is None]
     if biased:
         raise TrainingError(
             f"export: expected projections without bias, got one in {biased[0]}; "
             "BitNet projections have none, and offline formats would scale it"
         )
+    for name in found:
+        spec = parts.get(f"{name}.weight")
+        if spec is not None and spec.kind != "ternary":
+            raise TrainingError(
+                f"export: expected floating weights in {name}, as every reader of this "
+                "architecture has there, got a TrainableBitLinear; train without it: "
+                "replace_linears leaves it alone unless skip says otherwise"
+            )
     return found
 
 
@@ -106,7 +122,11 @@ def _write_checkpoint(
         tensors[name] = tensor.cpu().contiguous()
     if form == "packed":
         for name, module in ternary.items():
-            tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"] = _packed(name, module)
+            tensors[f"{name}.weight"], scale = _packed(name, module)
+            tensors[f"{name}.weight_scale"] = scale
+            if module.bias is not None:  # AutoBitLinear multiplies it by the scale too
+                bias = module.bias.detach().cpu().float() / scale
+                tensors[f"{name}.bias"] = bias.to(dtype or module.bias.dtype)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     text = json.dumps(_config(model, ternary, form, dtype), indent=2)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
@@ -145,7 +165,9 @@ def _config(
     return config
 
 
-def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
+def _write_tokenizer(
+    tokenizer: str | os.PathLike[str] | SavedTokenizer | None, folder: Path
+) -> None:
     if tokenizer is None:
         return
     if not isinstance(tokenizer, (str, os.PathLike)):
