@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
 
@@ -33,10 +33,11 @@ from bitnet_ops.server.dialects.fields import (
     tools_of,
 )
 from bitnet_ops.server.dialects.openai import (
+    begins_answer,
     chat_logprobs,
     is_background,
     joined,
-    openai_message,
+    read_messages,
 )
 from bitnet_ops.server.exchange import (
     Ask,
@@ -125,41 +126,29 @@ class AnswerBody(NamedBody):
         }
 
 
-class ChatTurn(Body):
-    role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | None = None
-    thinking: str | None = None
-    images: list[Any] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_name: str | None = None
-    tool_call_id: str | None = None
-
-    def message(self) -> dict[str, Any]:
-        _no_images(self.images)
-        calls = [{"type": "function", **call} for call in self.tool_calls or ()]
-        message = {
-            "role": self.role,
-            "content": self.content,
-            "reasoning_content": self.thinking,
-            "tool_calls": calls or None,
-            "name": self.tool_name,
-            "tool_call_id": self.tool_call_id,
-        }
-        return openai_message({k: v for k, v in message.items() if v is not None})
-
-
 class ChatBody(AnswerBody):
-    messages: Annotated[list[ChatTurn], Field(max_length=MOST_MESSAGES)] | None = None
+    messages: Annotated[list[Any], Field(max_length=MOST_MESSAGES)] | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS)] | None = None
 
     def ask(self) -> Ask:
-        messages = [turn.message() for turn in self.messages or ()]
+        messages = read_messages([_turn(turn) for turn in self.messages or ()])
         return Ask(
             **self.stated(),
             messages=messages,
             tools=tools_of(self.tools),
+            continues=bool(messages) and begins_answer(messages),
             background=is_background(messages),
         )
+
+
+def _turn(turn: Any) -> Any:
+    """A message of Ollama's in the form of chat completions: images are parts of the content."""
+    if not isinstance(turn, Mapping):
+        return turn
+    images = turn.get("images")
+    parts = [{"type": "image"} for _ in images] if isinstance(images, list) else []
+    content = [turn.get("content") or "", *parts] if parts else turn.get("content")
+    return {**turn, "content": content, "name": turn.get("tool_name")}
 
 
 class GenerateBody(AnswerBody):
@@ -302,7 +291,7 @@ def _calls(found: Sequence[tuple[str, str, str]], first: int = 0) -> list[dict[s
     calls = []
     for index, (id, name, text) in enumerate(found, start=first):
         arguments = parsed_arguments(text)
-        if isinstance(arguments, dict):
+        if arguments is not None:
             function = {"index": index, "name": name, "arguments": arguments}
             calls.append({"id": id, "function": function})
     return calls
