@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,26 +32,33 @@ def read_placed(
 
     Raises ChatTemplateError: what the template said of the messages as they are.
     """
+    # Words that are nowhere else tell what the template leaves out.
+    words = {i: f"word{secrets.token_hex(8)}" for i, m in enumerate(messages) if _speaks_up(m)}
+    marked = [{**m, "content": words[i]} if i in words else m for i, m in enumerate(messages)]
     refusal: ChatTemplateRefusal | None = None
-    partial: ChatText | None = None
+    partial: Sequence[Message] | None = None
     tried: list[Sequence[Message]] = []
-    for placed in _forms(messages):
+    for placed, probe in zip(_forms(messages), _forms(marked), strict=True):
         if placed in tried:
             continue
         tried.append(placed)
         try:
-            found = read(placed)
+            text = read(probe).text.casefold() if words else ""
+            if all(word in text for word in words.values()):
+                return read(placed)
+            partial = partial or placed
         except ChatTemplateRefusal as error:
             refusal = refusal or error
-            continue
-        if _tells(found.text, messages, placed):
-            return found
-        partial = partial or found
     if partial is None:
         assert refusal is not None
         raise refusal
     _LOG.warning("the chat template leaves a system message of a conversation out")
-    return partial
+    return read(partial)
+
+
+def _speaks_up(message: Message) -> bool:
+    """Whether neither the user nor the model says something."""
+    return message["role"] not in _TURNS and bool(message["content"].strip())
 
 
 def _forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
@@ -65,32 +73,37 @@ def _forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
     yield _told_calls(messages)
 
 
-def _late_in_place(messages: Sequence[Message]) -> list[Message]:
-    """Who is neither the user nor the model speaks at the end of the turn before, in a tag.
-
-    Results stay beside their calls.
-    """
-    found: list[Message] = []
-    waiting = ""  # behind a call
+def behind_results(messages: Sequence[Message]) -> list[Message]:
+    """Results stay beside their calls: who else speaks in between does so behind them."""
+    found, waiting = list[Message](), list[Message]()
     for message in messages:
-        role = message["role"]
-        if role in _TURNS or (role == "system" and all(m["role"] == "system" for m in found)):
-            if waiting and role != "tool":
-                found.append({"role": "user", "content": waiting})
-                waiting = ""
-            found.append(_with_text(message, waiting))
-            waiting = ""
+        role, last = message["role"], found[-1] if found else {"role": ""}
+        if role not in _TURNS and (last["role"] == "tool" or last.get("tool_calls")):
+            waiting.append(message)
             continue
-        tag = re.sub(r"\W", "_", role)
-        text = f"<{tag}>\n{message['content']}\n</{tag}>"
-        last = found[-1] if found else {"role": "system"}
-        if last.get("tool_calls"):
-            waiting = f"{waiting}\n\n{text}".lstrip()
-        elif last["role"] in ("user", "tool"):
-            found[-1] = _with_text(last, text)
-        else:
-            found.append({"role": "user", "content": text})
-    return [*found, {"role": "user", "content": waiting}] if waiting else found
+        if role != "tool":
+            found += waiting
+            waiting = []
+        found.append(message)
+    return [*found, *waiting]
+
+
+def _late_in_place(messages: Sequence[Message]) -> list[Message]:
+    """Who is neither the user nor the model speaks at the end of the turn before, in a tag."""
+    found, in_front = list[Message](), True
+    for message in behind_results(messages):
+        role = message["role"]
+        in_front = in_front and role == "system"
+        if in_front or role in _TURNS:
+            found.append(message)
+        elif _speaks_up(message):
+            tag = re.sub(r"\W", "_", role)
+            text = f"<{tag}>\n{message['content']}\n</{tag}>"
+            if found and found[-1]["role"] in ("user", "tool"):
+                found[-1] = _with_text(found[-1], text)
+            else:
+                found.append({"role": "user", "content": text})
+    return found
 
 
 def _with_text(message: Message, text: str) -> Message:
@@ -139,22 +152,3 @@ def _told_calls(messages: Sequence[Message]) -> list[Message]:
     """Calls and their results in words, for templates that have other rules for them."""
     told, _ = IN_WORDS.prompt(messages, ())
     return _alternating(told)
-
-
-def _tells(text: str, messages: Sequence[Message], placed: Sequence[Message]) -> bool:
-    """Whether all that neither the user nor the model says is in the text of the template."""
-    said = {_key(m["content"]) for m in messages if m["role"] not in _TURNS} - {""}
-    if not said:
-        return True
-    rendered = _letters(text)
-    given = [_letters(m.get("content") or "") for m in placed if m["role"] != "assistant"]
-    return all(rendered.count(key) >= sum(one.count(key) for one in given) for key in said)
-
-
-def _key(content: str) -> str:
-    """What a template leaves as it is, though it strips, indents or quotes: a line's letters."""
-    return max(map(_letters, content.splitlines()), key=len, default="")
-
-
-def _letters(text: str) -> str:
-    return re.sub(r"\W+", "", text).casefold()

@@ -16,6 +16,7 @@ from bitnet_ops.generate.text import StreamDecoder
 from bitnet_ops.generate.tokenizer import Tokenizer
 from bitnet_ops.server.answer import AnswerText
 from bitnet_ops.server.exchange import Ask, AskError
+from bitnet_ops.server.placing import behind_results
 from bitnet_ops.server.tools import form_of
 
 
@@ -42,7 +43,8 @@ class AnswerShape:
         self.tools: Sequence[Mapping[str, Any]] | None = None
         if ask.messages is not None:
             form = self._form or form_of(self._template)
-            self.messages, self.tools = form.prompt(ask.messages, self._called)
+            messages = ask.messages if form.native else behind_results(ask.messages)
+            self.messages, self.tools = form.prompt(messages, self._called)
         if ask.continues and (ask.format.kind != "text" or ask.tool_choice.mode == "required"):
             raise AskError(
                 "server: expected a last message of the user's where the answer has a format or a "
