@@ -343,6 +343,18 @@ def test_tokens_are_counted(client, lm) -> None:
     )
 
 
+def test_models(client) -> None:
+    """At the address of OpenAI's, in Anthropic's form."""
+    page = client.models.list(limit=20)
+    names = ["demo", "scripted", "broken"]
+    assert [one.id for one in page] == [one.display_name for one in page] == names
+    assert (page.first_id, page.last_id, page.has_more) == ("demo", "broken", False)
+    one = client.models.retrieve("demo")
+    assert (one.id, one.type, one.created_at) == ("demo", "model", page.data[0].created_at)
+    with pytest.raises(anthropic.NotFoundError, match="demo, scripted"):
+        client.models.retrieve("claude")
+
+
 # Errors ------------------------------------------------------------------------------------------
 
 

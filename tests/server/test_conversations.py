@@ -23,18 +23,13 @@ from bitnet_ops.server.prompt import Prompt, make_prompt, template_options
 from bitnet_ops.server.tools import form_of
 from chat_templates import STYLES
 from served import scripted_lm
-from tool_templates import FORMS
+from tool_templates import FORMS, STRICT
 
 GEMMA = """{%- for message in messages %}
 {%- if message.role == 'system' %}{{ raise_exception('no such role') }}{% endif %}
 {%- if (message.role == 'user') != loop.index0 is even %}{{ raise_exception('turns') }}{% endif %}
 {{- '<|im_start|>' ~ message.role ~ '\n' ~ message.content | trim ~ '<|im_end|>\n' }}
 {%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>model\n' }}{%- endif %}"""
-# One system message, in front; a question of the user; calls as XML, through the arguments' items.
-STRICT = """{%- for message in messages %}
-{%- if message.role == 'system' and not loop.first %}{{ raise_exception('in front') }}{% endif %}
-{%- endfor %}{%- if not messages | selectattr('role', 'equalto', 'user') | list %}
-{{- raise_exception('no question') }}{%- endif %}""" + FORMS["xml"]
 RULES = {
     "strict": STRICT,
     "silent": STYLES["qwen35"],  # leaves late system messages out

@@ -21,7 +21,7 @@ from bitnet_ops.server.exchange import AskError
 
 _LOG = logging.getLogger(__name__)
 _TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
-_THOUGHT_PARTS = ("thinking", "reasoning", "redacted_thinking")
+_THOUGHT_PARTS = ("thinking", "think", "reasoning", "redacted_thinking")
 # As vLLM and OpenRouter, DeepSeek, Copilot, Ollama and LiteLLM call the thoughts of an answer.
 _THOUGHTS = ("reasoning_content", "reasoning", "reasoning_text", "thinking", "thinking_blocks")
 # What a person would read of a part of another kind.
@@ -142,7 +142,7 @@ def thoughts_of(message: Mapping[str, Any]) -> str:
 
 def _thought(value: Any, between: str = "\n") -> str:
     if isinstance(value, Mapping):
-        names = ("text", "thinking", "summary", "content")
+        names = ("text", "thinking", "think", "summary", "content")
         value = next((value[name] for name in names if value.get(name)), None)
         return _thought(value)
     if isinstance(value, list):

@@ -197,7 +197,9 @@ def _no_images(images: Sequence[Any] | None) -> None:
 async def chat(body: ChatBody, request: Request) -> Any:
     if not body.messages:
         return _loaded(request, body, message={"role": "assistant", "content": ""})
-    answer = await service_of(request).answer(body.ask(), client_of(request))
+    service = service_of(request)
+    _check_thinking(service.catalog.find(body.wanted), body)
+    answer = await service.answer(body.ask(), client_of(request))
     return await _told(request, body, _Form(answer, body, "message"))
 
 
@@ -206,9 +208,21 @@ async def generate(body: GenerateBody, request: Request) -> Any:
     if not body.prompt and not body.suffix:
         return _loaded(request, body, response="")
     service = service_of(request)
-    ask = body.ask(service.catalog.find(body.wanted))
+    served = service.catalog.find(body.wanted)
+    _check_thinking(served, body)
+    ask = body.ask(served)
     answer = await service.answer(ask, client_of(request))
     return await _told(request, body, _Form(answer, body, "response"))
+
+
+def _check_thinking(served: Served, body: AnswerBody) -> None:
+    """As Ollama has it: a model without thoughts is not asked for them, but they may be off."""
+    if body.think and not served.thinks:
+        raise AskError(
+            f'server: expected think off or left out, got {body.think!r}: "{served.name}" does not '
+            "support thinking",
+            field="think",
+        )
 
 
 def _loaded(request: Request, body: NamedBody, **empty: Any) -> dict[str, Any]:
@@ -427,6 +441,24 @@ async def running(request: Request) -> Any:
     }
 
 
+class PullBody(NamedBody):
+    stream: bool | None = None
+
+
+@router.post("/api/pull")
+async def pull(body: PullBody, request: Request) -> Any:
+    """What a client does before it asks: a model that is served is here; others cannot be had."""
+    service_of(request).catalog.find(body.wanted)
+    if body.stream is False:
+        return {"status": "success"}
+    return EventStream(_pulled(), _NDJSON)
+
+
+async def _pulled() -> AsyncIterator[bytes]:
+    for status in ("pulling manifest", "success"):
+        yield _line({"status": status})
+
+
 @router.post("/api/show")
 async def show(body: NamedBody, request: Request) -> Any:
     served = service_of(request).catalog.find(body.wanted)
@@ -438,6 +470,7 @@ async def show(body: NamedBody, request: Request) -> Any:
         "details": _details(served),
         "model_info": {
             "general.architecture": kind,
+            "general.parameter_count": served.parameters,
             "general.basename": served.name,  # the name that Copilot shows
             f"{kind}.context_length": served.context_length,
             f"{kind}.embedding_length": config.hidden_size,
@@ -476,6 +509,13 @@ def _details(served: Served) -> dict[str, Any]:
         "format": "sglbitnt",
         "family": family,
         "families": [family],
-        "parameter_size": "",
+        "parameter_size": _short(served.parameters),
         "quantization_level": "ternary",
     }
+
+
+def _short(count: int) -> str:
+    """As Ollama writes it: 2.4B, 134.52M."""
+    if count >= 10**9:
+        return f"{count / 10**9:.1f}B"
+    return f"{count / 10**6:.2f}M" if count >= 10**6 else f"{count / 10**3:.0f}K"

@@ -12,6 +12,7 @@ import json
 import secrets
 import struct
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -145,10 +146,10 @@ def begins_answer(messages: list[dict[str, Any]]) -> bool:
     last = messages[-1]
     if last["role"] != "assistant" or last.get("tool_calls"):
         return False
-    if not last["content"] and len(messages) > 1:
+    begun = bool((last["content"] or "").strip())  # some clients write a blank for nothing
+    if not begun and len(messages) > 1:
         messages.pop()
-        return False
-    return bool(last["content"])
+    return begun
 
 
 def read_messages(entries: Sequence[Any]) -> list[dict[str, Any]]:
@@ -641,6 +642,9 @@ def _encoded(vector: list[float], form: str | None) -> list[float] | str:
 async def models(request: Request) -> Any:
     """With `models` beside `data`: Codex reads that, and Zed the capabilities."""
     entries = [_model(request, one.name) for one in service_of(request).catalog]
+    if _asks_anthropic(request):
+        ends = {"first_id": entries[0]["id"], "last_id": entries[-1]["id"]}
+        return {"data": entries, "has_more": False, **ends}
     return {"object": "list", "data": entries, "models": entries}
 
 
@@ -649,9 +653,23 @@ async def model(name: str, request: Request) -> Any:
     return _model(request, service_of(request).catalog.find(name).name)
 
 
+def _asks_anthropic(request: Request) -> bool:
+    """Its clients ask at the same address, and say so."""
+    return "anthropic-version" in request.headers
+
+
 def _model(request: Request, name: str) -> dict[str, Any]:
     service = service_of(request)
     served = service.catalog.find(name)
+    if _asks_anthropic(request):
+        since = datetime.fromtimestamp(int(service.metrics.started), timezone.utc)
+        return {
+            "type": "model",
+            "id": served.name,
+            "display_name": served.name,
+            "created_at": since.isoformat().replace("+00:00", "Z"),
+            "max_input_tokens": served.context_length,
+        }
     return {
         "id": served.name,
         "object": "model",
