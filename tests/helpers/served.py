@@ -48,6 +48,9 @@ class Scripted:
         self._texts: dict[int, list[int]] = {}  # ids so far, by a sequence's first block
         self._said: dict[int, tuple[tuple[int, int], list[int]]] = {}
 
+    def modules(self) -> Iterator[torch.nn.Module]:
+        return iter(())
+
     def step(self, batch: StepBatch, pool: KVPool) -> Tensor:
         self.steps += 1
         if self.broken:

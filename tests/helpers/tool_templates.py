@@ -39,4 +39,13 @@ LLAMA = """{%- for tool in tools or [] %}{{- tool | tojson ~ '\n' }}{%- endfor %
 NONE = """{%- for message in messages %}{{- message.role | capitalize ~ ': ' ~ message.content }}
 {{- '<|im_end|>' }}{%- endfor %}{%- if add_generation_prompt %}{{- 'Assistant: ' }}{%- endif %}"""
 
+# One system message, in front; a question of the user; calls as XML, through the arguments' items.
+STRICT = (
+    """{%- for message in messages %}
+{%- if message.role == 'system' and not loop.first %}{{ raise_exception('in front') }}{% endif %}
+{%- endfor %}{%- if not messages | selectattr('role', 'equalto', 'user') | list %}
+{{- raise_exception('no question') }}{%- endif %}"""
+    + XML
+)
+
 FORMS = {"hermes": HERMES, "xml": XML, "llama": LLAMA, "none": NONE}

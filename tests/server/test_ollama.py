@@ -14,7 +14,7 @@ import pytest
 
 import bitnet_ops
 from bitnet_ops.language_model import LanguageModel
-from bitnet_ops.server.dialects.ollama import ChatBody, GenerateBody, _Form, _stream
+from bitnet_ops.server.dialects.ollama import ChatBody, GenerateBody, _Form, _short, _stream
 from bitnet_ops.server.exchange import (
     AskError,
     CallArguments,
@@ -305,6 +305,40 @@ def test_models(client, address, lm) -> None:
     assert tuple(map(int, version.split("."))) >= (0, 6, 4), "the least that Copilot takes"
 
 
+def test_the_size_of_a_model(client, lm) -> None:
+    """The demo's by its config: an embedding that is the head too, layers and norms."""
+    c = lm.config
+    kv = c.num_key_value_heads * c.head_dim
+    layer = 2 * c.hidden_size * (c.hidden_size + kv) + 3 * c.hidden_size * c.intermediate_size
+    layer += 3 * c.hidden_size + c.intermediate_size
+    count = c.vocab_size * c.hidden_size + c.num_hidden_layers * layer + c.hidden_size
+    shown = client.show("demo")
+    assert shown.modelinfo["general.parameter_count"] == count
+    sizes = [client.list().models[0].details, client.ps().models[0].details, shown.details]
+    assert {one.parameter_size for one in sizes} == {f"{count / 1e6:.2f}M"}
+    assert [_short(n) for n in (2_412_820_480, 751_632_384, 45_000)] == ["2.4B", "751.63M", "45K"]
+
+
+def test_a_pull_of_what_is_served(client) -> None:
+    assert client.pull("demo").status == "success"
+    assert [one.status for one in client.pull("demo:latest", stream=True)][-1] == "success"
+    for stream in (False, True):
+        with pytest.raises(ollama.ResponseError, match="demo, scripted") as error:
+            list(client.pull("llama3", stream=stream))
+        assert error.value.status_code == 404
+
+
+def test_a_model_without_thoughts(client) -> None:
+    """As Ollama: it cannot be asked for them, but for none."""
+    ask: dict[str, Any] = {"model": "demo", "options": {"num_predict": 1}}
+    for call in (client.chat, client.generate):
+        given = {"messages": said("x")} if call == client.chat else {"prompt": "x"}
+        assert call(**ask, **given, think=False).done and call(**ask, **given).done
+        for think in (True, "high"):
+            with pytest.raises(ollama.ResponseError, match='"demo" does not support thinking'):
+                call(**ask, **given, think=think)
+
+
 def test_the_first_look(address) -> None:
     """HEAD / is asked by Ollama's own programs; GET / stays the page."""
     head = httpx.head(f"{address}/")
@@ -351,7 +385,7 @@ def test_errors_are_the_clients_own(client) -> None:
     assert missing.value.status_code == 404
     image = [{**said("x")[0], "images": ["AAAA"]}]
     for fields, words in (
-        ({"messages": image}, "no images, got 1"),
+        ({"messages": image}, "got 'image'; models here read texts alone"),
         ({"messages": said("word " * 3000)}, "context of 1024 tokens"),
         ({"options": {"temperature": -1}}, "temperature"),
         ({"options": {"num_predict": -3}}, "num_predict"),

@@ -32,6 +32,10 @@ class ChatTemplateError(BitNetError, ValueError):
     """A model without a chat template, or a template that rejects or breaks."""
 
 
+class ChatTemplateRefusal(ChatTemplateError):
+    """A template that rejects these messages, or fails at them: it may take others."""
+
+
 def render(
     template: str,
     messages: Sequence[Mapping[str, Any]],
@@ -66,7 +70,7 @@ def render(
             "own"
         ) from None
     except ChildError as error:
-        raise ChatTemplateError(_reason(error)) from None
+        raise ChatTemplateRefusal(_reason(error)) from None
 
 
 _GIVEN = ("messages", "tools", "add_generation_prompt")

@@ -3,10 +3,12 @@
 A template makes one text of a conversation, and `<|im_end|>` in a message looks there like that of
 the template: a message could end its turn and go on as the system. So special tokens in what is
 given are marked before the template sees it: their characters become private-use characters that
-occur nowhere else. What is a special token afterwards is the template's. It gets another name, an
-alias, the marks are taken back, and a copy of the tokenizer, to which special tokens are text and
-aliases are tokens, reads the whole at once. Templates see what they know otherwise: `<think>` of
-an answer, and all that is not special.
+occur nowhere else. Halves of tokens at the ends of a text are marked too, names and keys not
+excepted, since a template may write the other half beside them. What is a special token afterwards
+is the template's. It gets another name, an alias, the marks are taken back, and a copy of the
+tokenizer, to which special tokens are text and aliases are tokens, reads the whole at once.
+Templates see what they know otherwise: `<think>` of an answer, their own words, roles, and all that
+is not special.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from random import SystemRandom
-from typing import Any
+from typing import Any, Literal
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
@@ -25,9 +27,15 @@ from bitnet_ops.generate.chat import END_OF_THOUGHT, THINK
 from bitnet_ops.generate.tokenizer_guard import TokenizerError, library_errors
 
 _WRITTEN = ("content", "reasoning_content", "reasoning", "thinking")  # whole texts of a message
+# A template may make a token of a role.
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
+_TAGS = re.compile(f"{THINK}|{END_OF_THOUGHT}")
 _MARKS, _ALIASES = range(0xE000, 0xF900), range(0xF0000, 0xFFFFE)  # private use
 _ALIAS = 3  # characters at least, drawn at random: nobody writes one by chance or by guessing
 _LONGEST = 256  # longer tokens are not looked for in halves
+# text: of a message; answer: of the model's, thoughts between tags; name: any other, keys too;
+# word: one of the template's own, in which whole tokens alone are marked.
+_Kind = Literal["text", "answer", "name", "word"]
 
 
 class GivenText:
@@ -49,20 +57,22 @@ class GivenText:
         normal = backend.normalizer is not None
         self._normalized = normal and any(t.normalized for t in self._tokens.values())
         halves = [name for name in self._names if len(name) <= _LONGEST]
-        self._begins = {name[:n] for name in halves for n in range(1, len(name))}
-        self._ends = {name[n:] for name in halves for n in range(1, len(name))}
-        self._longest_half = max(map(len, self._begins), default=0)
+        self._begins = tuple({name[:n] for name in halves for n in range(1, len(name))})
+        self._ends = tuple({name[n:] for name in halves for n in range(1, len(name))})
+        self._longest = max(map(len, halves), default=0)
 
     def mark(self, template: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], Marks] | None:
         """`given` ("messages", "tools", options) with special tokens marked; None if it has none.
 
         `template`: may hold private-use characters too.
         """
-        found: dict[tuple[str, bool, bool], list[tuple[int, int]]] = {}
+        found: dict[tuple[str, _Kind], list[tuple[int, int]]] = {}
+        words = frozenset(re.findall(r"\w+", template))
 
-        def find(text: str, written: bool, answer: bool) -> str:
-            if spans := self._spans(text, written, answer):
-                found[text, written, answer] = spans
+        def find(text: str, kind: _Kind) -> str:
+            own = kind == "name" and text in words
+            if spans := self._spans(text, "word" if own else kind):
+                found[text, kind] = spans
             return text
 
         _each_text(given, find)
@@ -71,36 +81,48 @@ class GivenText:
         characters = {c for (text, *_), spans in found.items() for a, b in spans for c in text[a:b]}
         marks = Marks(characters, json.dumps(given, ensure_ascii=False) + template)
 
-        def put(text: str, written: bool, answer: bool) -> str:
+        def put(text: str, kind: _Kind) -> str:
             pieces, at = [], 0
-            for begin, end in sorted(found.get((text, written, answer), ())):
+            for begin, end in sorted(found.get((text, kind), ())):
                 pieces += [text[at:begin], marks.put(text[max(at, begin) : end])]
                 at = max(at, end)
             return "".join([*pieces, text[at:]])
 
         return _each_text(given, put), marks
 
-    def _spans(self, text: str, written: bool, answer: bool) -> list[tuple[int, int]]:
-        """Where characters are to be marked.
-
-        written: the template may write the rest of a token directly beside this text.
-        answer: thoughts may stand in it, between their tags.
-        """
+    def _spans(self, text: str, kind: _Kind) -> list[tuple[int, int]]:
+        """Where characters are to be marked."""
         if not self._names:
             return []
         spans = [match.span() for match in self._pattern.finditer(text)]
         if self._normalized:
             spans += [(begin, end) for _, begin, end in self._special(text)]
-        if written and text:
-            if len(text) <= self._longest_half and any(text in name for name in self._names):
-                spans.append((0, len(text)))
-            for n in range(1, min(len(text), self._longest_half) + 1):
-                if text[-n:] in self._begins:
-                    spans.append((len(text) - n, len(text)))
-                if text[:n] in self._ends:
-                    spans.append((0, n))
-        if answer:
+        if kind != "word":
+            spans += self._halves(text, 0, len(text), kind != "name")
+        if kind == "answer":  # templates take it apart at these
             spans = [s for s in spans if text[slice(*s)] not in (THINK, END_OF_THOUGHT)]
+            tags = [match.span() for match in _TAGS.finditer(text)]
+            cuts = [0, *(at for tag in tags for at in tag), len(text)]
+            for begin, end in zip(cuts[::2], cuts[1::2], strict=True):
+                spans += self._halves(text, begin, end, True) if tags else []
+        return spans
+
+    def _halves(self, text: str, begin: int, end: int, whole: bool) -> list[tuple[int, int]]:
+        """Parts of tokens at the ends of text[begin:end], which templates strip; whole: it may be
+        the middle of one too."""
+        core = text[begin:end].strip()
+        if not core:
+            return []
+        begin += text[begin:end].index(core)
+        end, spans = begin + len(core), []
+        if whole and len(core) <= self._longest and any(core in name for name in self._names):
+            spans.append((begin, end))
+        if core.endswith(self._begins):
+            n = max(len(half) for half in self._begins if core.endswith(half))
+            spans.append((end - n, end))
+        if core.startswith(self._ends):
+            n = max(len(half) for half in self._ends if core.startswith(half))
+            spans.append((begin, begin + n))
         return spans
 
     def _special(self, text: str) -> Iterator[tuple[int, int, int]]:
@@ -130,7 +152,7 @@ class GivenText:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text without special tokens."""
-        backend = self._reader[0] if self._spans(text, False, False) else self._backend
+        backend = self._reader[0] if self._spans(text, "word") else self._backend
         return list(backend.encode(text, add_special_tokens=False).ids)
 
     @cached_property
@@ -225,24 +247,27 @@ class ChatText:
         return list(found.ids), found.offsets
 
 
-def _each_text(given: Mapping[str, Any], do: Callable[[str, bool, bool], str]) -> dict[str, Any]:
-    """`given` with do(text, written, answer) in the place of every text; keys are texts too."""
+def _each_text(given: Mapping[str, Any], do: Callable[[str, _Kind], str]) -> dict[str, Any]:
+    """`given` with do(text, kind) in the place of every text; keys are texts too."""
 
-    def key(name: Any) -> Any:
-        return do(name, False, False) if isinstance(name, str) else name
-
-    def walk(value: Any, written: bool = False, answer: bool = False) -> Any:
+    def walk(value: Any, kind: _Kind = "name") -> Any:
         if isinstance(value, str):
-            return do(value, written, answer)
+            return do(value, kind)
         if isinstance(value, Mapping):
-            return {key(k): walk(v) for k, v in value.items()}
+            return {walk(k) if isinstance(k, str) else k: walk(v) for k, v in value.items()}
         if isinstance(value, list | tuple):
-            return [walk(item, written, answer) for item in value]
+            return [walk(item, kind) for item in value]
         return value
 
     def message(one: Mapping[str, Any]) -> dict[str, Any]:
-        answer = one.get("role") == "assistant"
-        return {key(k): walk(v, k in _WRITTEN, answer) for k, v in one.items()}
+        role = one.get("role")
+        written: _Kind = "answer" if role == "assistant" else "text"
+        return {
+            walk(k): v
+            if k == "role" and v in _ROLES
+            else walk(v, written if k in _WRITTEN else "name")
+            for k, v in one.items()
+        }
 
     rest = {name: walk(value) for name, value in given.items() if name != "messages"}
     return {**rest, "messages": [message(one) for one in given["messages"]]}

@@ -7,6 +7,7 @@ end is rejected (tokenizer_guard.py).
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -199,18 +200,33 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final: bool = False,
     ) -> ChatText:
         """The text of `render_chat(...)`, which knows its ids.
 
         The special tokens among them are those that the template writes: where one is written out
-        in what is given, in any text of it, it is read as plain text.
+        in what is given, in any text of it, it is read as plain text. continue_final: the text ends
+        with that of the last message, which an answer is to continue.
         """
         template, given = self._given(messages, tools, chat_template_kwargs)
+        end = ""
+        if continue_final:
+            *before, last = given["messages"]
+            end, add_generation_prompt = f"END{secrets.token_hex(16)}", False
+            given["messages"] = [*before, {**last, "content": f"{last['content'] or ''}{end}"}]
         found = self._given_text.mark(template, given)
-        if found is None:
-            return ChatText(self._render(template, given, add_generation_prompt), self._backend)
-        marked, marks = found
-        return self._given_text.read(self._render(template, marked, add_generation_prompt), marks)
+        marked, marks = found or (given, None)
+        text = self._render(template, marked, add_generation_prompt)
+        if end:
+            text, known, _ = text.rpartition(end)
+            if not known:
+                raise ChatTemplateError(
+                    "chat: expected a chat template that writes the last message as it is, to "
+                    "continue it, got one that does not; end with a message of the user"
+                )
+        if marks is None:
+            return ChatText(text, self._backend)
+        return self._given_text.read(text, marks)
 
     def encode_chat(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from bitnet_ops.generate.grammar import Grammars
 from bitnet_ops.language_model import LanguageModel
@@ -44,9 +45,22 @@ class Served:
         return self.lm.tokenizer.chat_template
 
     @property
+    def parameters(self) -> int:
+        """How many weights the model has, unpacked."""
+        found = 0
+        module: Any
+        for module in self.lm.model.modules():
+            if hasattr(module, "in_features"):
+                found += module.in_features * module.out_features
+            else:
+                own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+                found += sum(tensor.numel() for tensor in own)
+        return found
+
+    @property
     def thinks(self) -> bool:
         template = self.chat_template or ""
-        return "<think>" in template or "enable_thinking" in template
+        return any(word in template for word in ("<think>", "enable_thinking", "reasoning_effort"))
 
     @property
     def capabilities(self) -> list[str]:

@@ -59,6 +59,7 @@ class Ask:
         thinking, effort, thinking_budget: whether to think, how much by the template's own words,
             and for how many tokens at most; None: as the model does.
         template_options: other variables of the chat template.
+        continues: the answer goes on from the last message, which is the model's own.
         background: nobody waits for it, and its prompt is not worth keeping.
     """
 
@@ -80,6 +81,7 @@ class Ask:
     effort: str | None = None
     thinking_budget: int | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
+    continues: bool = False
     background: bool = False
 
 

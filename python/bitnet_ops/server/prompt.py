@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bitnet_ops.generate.given_text import ChatText
 from bitnet_ops.generate.tokenizer import ChatTemplateError, TokenizerError
 from bitnet_ops.server.catalog import Served, infill_ids
 from bitnet_ops.server.exchange import Ask, AskError
+from bitnet_ops.server.placing import read_placed
 from bitnet_ops.server.shape import AnswerShape
 
 
@@ -26,15 +29,10 @@ class Prompt:
 
 def make_prompt(served: Served, ask: Ask) -> Prompt:
     """The prompt of `ask`; raises AskError, 400, for what the model cannot read or follow."""
-    tokenizer = served.lm.tokenizer
-    shape, text = AnswerShape(ask, tokenizer, served.grammars), ""
+    shape, text = AnswerShape(ask, served.lm.tokenizer, served.grammars), ""
     try:
         if ask.messages is not None:
-            chat = tokenizer.read_chat(
-                shape.messages,
-                tools=shape.tools,
-                chat_template_kwargs=template_options(served, ask),
-            )
+            chat = read_chat(served, ask, shape)
             text, ids = chat.text, chat.ids()
         else:
             ids = _text_ids(served, ask)
@@ -44,6 +42,21 @@ def make_prompt(served: Served, ask: Ask) -> Prompt:
         raise AskError(str(error), field="prompt") from None
     _check(served, ask, ids)
     return Prompt(ids, text, shape)
+
+
+def read_chat(served: Served, ask: Ask, shape: AnswerShape) -> ChatText:
+    """The conversation through the chat template; raises ChatTemplateError, TokenizerError."""
+    options = template_options(served, ask)
+
+    def read(messages: Sequence[Mapping[str, Any]]) -> ChatText:
+        return served.lm.tokenizer.read_chat(
+            messages,
+            tools=shape.tools,
+            chat_template_kwargs=options,
+            continue_final=ask.continues,
+        )
+
+    return read_placed(read, shape.messages)
 
 
 def _check(served: Served, ask: Ask, ids: list[int]) -> None:
@@ -68,8 +81,8 @@ def template_options(served: Served, ask: Ask) -> dict[str, Any]:
     """The variables of the chat template, as far as it reads them: others are ignored."""
     wanted: dict[str, Any] = {}
     if ask.thinking is not None:
-        wanted["enable_thinking"] = ask.thinking
-    if ask.effort is not None:
+        wanted = {"enable_thinking": ask.thinking, "thinking": ask.thinking}  # DeepSeek's name
+    if ask.effort is not None and ask.thinking is not False:
         wanted["reasoning_effort"] = ask.effort
     wanted.update(ask.template_options)
     template = served.chat_template or ""

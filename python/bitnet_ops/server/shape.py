@@ -16,6 +16,7 @@ from bitnet_ops.generate.text import StreamDecoder
 from bitnet_ops.generate.tokenizer import Tokenizer
 from bitnet_ops.server.answer import AnswerText
 from bitnet_ops.server.exchange import Ask, AskError
+from bitnet_ops.server.placing import behind_results
 from bitnet_ops.server.tools import form_of
 
 
@@ -42,7 +43,14 @@ class AnswerShape:
         self.tools: Sequence[Mapping[str, Any]] | None = None
         if ask.messages is not None:
             form = self._form or form_of(self._template)
-            self.messages, self.tools = form.prompt(ask.messages, self._called)
+            messages = ask.messages if form.native else behind_results(ask.messages)
+            self.messages, self.tools = form.prompt(messages, self._called)
+        if ask.continues and (ask.format.kind != "text" or ask.tool_choice.mode == "required"):
+            raise AskError(
+                "server: expected a last message of the user's where the answer has a format or a "
+                "call that is required, got the answer's beginning, to which none is known",
+                field="messages",
+            )
         try:
             self._grammar = self._compiled()
         except GrammarError as error:
@@ -85,7 +93,9 @@ class AnswerShape:
             return inner
         opened, budget = bool(opened_thought(prompt)), self._ask.thinking_budget
         thinks = opened or (
-            THINK in self._template and not prompt.rstrip().endswith(END_OF_THOUGHT)
+            THINK in self._template
+            and not prompt.rstrip().endswith(END_OF_THOUGHT)
+            and not self._ask.continues
         )
         if not thinks or (inner is None and budget is None):
             return inner
@@ -97,7 +107,7 @@ class AnswerShape:
         return AnswerText(
             index,
             opened=self._ask.messages is not None and bool(opened_thought(prompt)),
-            thoughts=self._ask.messages is not None,
+            thoughts=self._ask.messages is not None and not self._ask.continues,
             form=self._form,
             tools=self._called,
             stop=self._ask.stop,

@@ -28,7 +28,8 @@ from bitnet_ops.server.dialects.fields import (
     tool_choice_of,
     tools_of,
 )
-from bitnet_ops.server.dialects.openai import is_background
+from bitnet_ops.server.dialects.history import Reader, call_of, thoughts_of
+from bitnet_ops.server.dialects.openai import begins_answer, is_background
 from bitnet_ops.server.exchange import (
     Ask,
     AskError,
@@ -49,7 +50,7 @@ from bitnet_ops.server.http import (
     sse,
     unless_gone,
 )
-from bitnet_ops.server.prompt import template_options
+from bitnet_ops.server.prompt import read_chat
 from bitnet_ops.server.service import Answer
 from bitnet_ops.server.shape import AnswerShape
 
@@ -68,13 +69,6 @@ _KINDS: dict[type, str] = {Text: "text", Reasoning: "thinking"}
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 # What is asked -----------------------------------------------------------------------------------
-
-_Content = str | list[dict[str, Any]]
-
-
-class TurnParam(Body):
-    role: Literal["user", "assistant", "system"]
-    content: _Content
 
 
 class Thinking(Body):
@@ -95,8 +89,8 @@ class OutputConfig(Body):
 
 class CountRequest(Sampling):
     model: str | None = None
-    messages: Annotated[list[TurnParam], Field(min_length=1, max_length=MOST_MESSAGES)]
-    system: _Content | None = None
+    messages: Annotated[list[Any], Field(min_length=1, max_length=MOST_MESSAGES)]
+    system: str | list[Any] | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoiceParam | None = None
     thinking: Thinking | None = None
@@ -106,9 +100,10 @@ class CountRequest(Sampling):
     def ask(self) -> Ask:
         tools, choice, thinking = _tools(self.tools), self.tool_choice, self.thinking
         output = self.output_config or OutputConfig()
+        messages = _messages(self.system, self.messages)
         return Ask(
             model=self.model or "",
-            messages=_messages(self.system, self.messages),
+            messages=messages,
             tools=tools,
             tool_choice=tool_choice_of(choice and choice.model_dump(), tools),
             parallel_tools=not (choice and choice.disable_parallel_tool_use),
@@ -118,6 +113,7 @@ class CountRequest(Sampling):
             thinking={"enabled": True, "disabled": False}.get(thinking.type) if thinking else None,
             thinking_budget=thinking.budget_tokens if thinking else None,
             effort=output.effort,
+            continues=begins_answer(messages),
         )
 
 
@@ -129,12 +125,6 @@ class MessagesRequest(CountRequest):
     def ask(self) -> Ask:
         ask = super().ask()
         assert ask.messages is not None
-        if ask.messages[-1]["role"] == "assistant":
-            raise AskError(
-                "server: expected messages that end with the user's, got the assistant's; an "
-                "answer cannot be begun for the model (prefill)",
-                field="messages",
-            )
         return Ask(
             **{
                 **vars(ask),
@@ -181,101 +171,77 @@ def _format(value: Mapping[str, Any] | None) -> Format:
     return Format("schema", schema)
 
 
-def _messages(system: _Content | None, turns: Sequence[TurnParam]) -> list[dict[str, Any]]:
+def _messages(system: str | list[Any] | None, turns: Sequence[Any]) -> list[dict[str, Any]]:
     """As templates read them; turns of one side that follow each other are one, as Anthropic has
     it."""
+    reader = Reader("messages")
     found: list[dict[str, Any]] = []
-    first, *rest = [_text(block) for block in _blocks(system or "")] or [""]
+    first, *rest = map(reader.text, [system] if isinstance(system, str) else system or [""])
     if first.startswith(_BILLING):
         first = first.partition("\n")[2]
     if texts := [text for text in (first, *rest) if text]:
         found.append({"role": "system", "content": "\n".join(texts)})
-    for turn in turns:
-        for message in _turn(turn):
-            plain = {"role", "content"} == message.keys() == (found[-1].keys() if found else ())
-            if plain and message["role"] == found[-1]["role"]:
-                found[-1]["content"] += "\n" + message["content"]
-            else:
-                found.append(message)
+    for message in reader.read(turns, _turn, lambda turn: turn.get("role") == "assistant"):
+        plain = {"role", "content"} == message.keys() == (found[-1].keys() if found else ())
+        if plain and message["role"] == found[-1]["role"]:
+            found[-1]["content"] += "\n" + message["content"]
+        else:
+            found.append(message)
     return found
 
 
-def _turn(turn: TurnParam) -> Iterator[dict[str, Any]]:
+def _turn(reader: Reader, turn: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """One turn, whose results of tools are messages of their own."""
-    texts: list[str] = []
-    thoughts: list[str] = []
-    calls: list[dict[str, Any]] = []
-    results = 0
-    for block in _blocks(turn.content):
-        kind = block.get("type")
-        if kind == "tool_result" and turn.role == "user":
-            if texts:
-                yield {"role": "user", "content": "\n".join(texts)}
-            yield _result(block)
-            texts, results = [], results + 1
-        elif kind == "tool_use" and turn.role == "assistant":
-            calls.append(_call(block))
-        elif kind == "thinking" and turn.role == "assistant":
-            thoughts.append(_string(block, "thinking"))
-        elif kind != "redacted_thinking" or turn.role != "assistant":
-            texts.append(_text(block))
-    text = "\n".join(texts)
-    if turn.role != "assistant":
-        if texts or not results:
-            yield {"role": turn.role, "content": text}
-        return
-    message: dict[str, Any] = {"role": "assistant", "content": text}
-    if thought := "\n".join(filter(None, thoughts)):
-        message["reasoning_content"] = thought
-    if calls:
-        message |= {"content": text or None, "tool_calls": calls}
-    yield message
+    role, content = turn.get("role"), turn.get("content")
+    if role not in ("user", "assistant", "system"):
+        reader.reject(f"messages of role user, assistant or system, got {role!r:.80}")
+        role = "user"
+    said = _Said(role)
+    for part in content if isinstance(content, list) else [content]:
+        block = part if isinstance(part, Mapping) else {}
+        kind = str(block.get("type"))
+        # of tools that ran at Anthropic, results stand in an answer, beside their calls
+        if kind.endswith("tool_result") and role != "system":
+            yield from said.take()
+            yield _result(reader, block)
+        elif kind.endswith("tool_use") and role == "assistant":
+            name = reader.name(block.get("name"))
+            said.calls.append(call_of(block.get("id"), name, block.get("input")))
+        elif role == "assistant" and (thought := thoughts_of({"content": [part]})):
+            said.thoughts.append(thought)
+        else:
+            said.texts.append(reader.text([part]))
+    yield from said.take(last=True)
 
 
-def _blocks(content: _Content) -> Sequence[Mapping[str, Any]]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+class _Said:
+    """What one side says until a result of a tool comes."""
+
+    def __init__(self, role: str) -> None:
+        self.role, self.told = role, False
+        self.texts, self.thoughts, self.calls = list[str](), list[str](), list[dict[str, Any]]()
+
+    def take(self, last: bool = False) -> Iterator[dict[str, Any]]:
+        """The message, if there is one; of a turn that says nothing at all an empty one."""
+        text, thoughts = "\n".join(filter(None, self.texts)), "\n".join(filter(None, self.thoughts))
+        if self.texts or self.calls or (last and not self.told):
+            message: dict[str, Any] = {"role": self.role, "content": text}
+            if thoughts:
+                message["reasoning_content"] = thoughts
+            if self.calls:
+                message |= {"content": text or None, "tool_calls": self.calls}
+            yield message
+        self.told = True
+        self.texts, self.thoughts, self.calls = [], [], []
 
 
-def _text(block: Any) -> str:
-    kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
-    if kind != "text":
-        raise AskError(
-            "server: expected blocks of type text, tool_use, tool_result or thinking, each in a "
-            f"turn that may have it, got {str(kind)[:80]!r}; models here read texts alone",
-            field="messages",
-        )
-    return _string(block, "text")
-
-
-def _string(block: Mapping[str, Any], name: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise AskError(
-            f"server: expected a block of type {block.get('type')} with a text {name}, got "
-            f"{str(value)[:80]!r}",
-            field="messages",
-        )
-    return value
-
-
-def _call(block: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = block.get("input") or {}
-    if not isinstance(arguments, Mapping):
-        raise AskError(
-            f"server: expected input of tool_use as an object, got {str(arguments)[:80]!r}",
-            field="messages",
-        )
-    function = {"name": _string(block, "name"), "arguments": arguments}
-    return {"id": _string(block, "id"), "type": "function", "function": function}
-
-
-def _result(block: Mapping[str, Any]) -> dict[str, Any]:
-    content = block.get("content") or ""
-    parts = _blocks(content if isinstance(content, str | list) else [content])
-    text = "\n".join(_text(part) for part in parts)
+def _result(reader: Reader, block: Mapping[str, Any]) -> dict[str, Any]:
+    text = reader.result(block.get("content"))
     if block.get("is_error"):  # templates have no other place for it
         text = f"Error: {text}"
-    return {"role": "tool", "tool_call_id": _string(block, "tool_use_id"), "content": text}
+    message = {"role": "tool", "content": text}
+    id = block.get("tool_use_id")
+    return {**message, "tool_call_id": id} if isinstance(id, str) else message
 
 
 # What is told ------------------------------------------------------------------------------------
@@ -298,11 +264,8 @@ async def count_tokens(body: CountRequest, request: Request) -> Any:
 
 
 def _count(served: Served, ask: Ask) -> int:
-    tokenizer = served.lm.tokenizer
-    shape = AnswerShape(ask, tokenizer, served.grammars)
-    options = template_options(served, ask)
-    chat = tokenizer.read_chat(shape.messages, tools=shape.tools, chat_template_kwargs=options)
-    return len(chat.ids())
+    shape = AnswerShape(ask, served.lm.tokenizer, served.grammars)
+    return len(read_chat(served, ask, shape).ids())
 
 
 class _Message:
@@ -361,8 +324,7 @@ def _content(deltas: Sequence[Delta]) -> list[dict[str, Any]]:
             blocks[-1][_KINDS[type(delta)]] += delta.text
     for block in blocks:
         if block["type"] == "tool_use":  # what the end of the answer has cut off is no object
-            found = parsed_arguments(block["input"])
-            block["input"] = found if isinstance(found, dict) else {}
+            block["input"] = parsed_arguments(block["input"]) or {}
     return blocks
 
 

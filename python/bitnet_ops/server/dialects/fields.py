@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from bitnet_ops.server.exchange import AskError, Format, Tool, ToolChoice
 
-MOST_MESSAGES, MOST_STOPS, MOST_TOOLS = 10_000, 16, 256
+MOST_MESSAGES, MOST_STOPS, MOST_TOOLS = 10_000, 16, 1024
+_MOST_NAME = 128
 _MOST_SCHEMA_BYTES, _MOST_SCHEMA_DEPTH = 256 << 10, 64
 
 
@@ -27,6 +28,7 @@ Temperature = Annotated[float, Field(ge=0, le=100)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Repetition = Annotated[float, Field(gt=0, le=100)]
+Word = Annotated[str, Field(max_length=64)]
 StopText = Annotated[str, Field(max_length=1000)]
 Stop = StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None
 
@@ -72,8 +74,12 @@ def tools_of(entries: Iterable[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
         if entry.get("type", "function") != "function" or not isinstance(function, Mapping):
             continue
         name = function.get("name")
-        if not isinstance(name, str) or not 0 < len(name) <= 256:
-            raise AskError("server: expected a name for every tool, got none", field="tools")
+        if not isinstance(name, str) or not 0 < len(name) <= _MOST_NAME:
+            got = f"one of {len(name)}" if isinstance(name, str) and name else "none"
+            raise AskError(
+                f"server: expected a name of 1 to {_MOST_NAME} letters for every tool, got {got}",
+                field="tools",
+            )
         parameters = function.get("parameters") or {}
         if not isinstance(parameters, Mapping):
             raise AskError(
@@ -167,12 +173,64 @@ def check_schema(schema: Any, field: str) -> None:
         )
 
 
-def parsed_arguments(text: Any) -> Any:
-    """Arguments of an earlier call as templates want them: an object where they are one."""
-    if not isinstance(text, str):
-        return text
+def parsed_arguments(text: str) -> dict[str, Any] | None:
+    """The arguments of a call that the model wrote; None where its end is missing."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
+        return None
+    return value if isinstance(value, dict) else None
+
+
+class ThinkingOptions(Body):
+    """`reasoning` of OpenRouter, `thinking` of Anthropic, DeepSeek and Zhipu."""
+
+    type: Word | None = None
+    enabled: bool | None = None
+    effort: Word | None = None
+    max_tokens: Count | None = None
+    budget_tokens: Count | None = None
+
+
+class ThinkingFields(Body):
+    """Every name under which clients ask for thoughts: Ollama's is `think`, Alibaba's are
+    `enable_thinking` and `thinking_budget`."""
+
+    reasoning_effort: Word | None = None
+    enable_thinking: bool | None = None
+    think: bool | Word | None = None
+    thinking: bool | Word | ThinkingOptions | None = None
+    reasoning: bool | Word | ThinkingOptions | None = None
+    thinking_budget: Count | None = None
+
+    def thoughts(self, options: dict[str, Any]) -> dict[str, Any]:
+        """`thinking`, `effort` and `thinking_budget` of an Ask; the first that says it counts.
+
+        options: of the chat template; switches that are no template's alone are taken out.
+        """
+        switches: list[bool | None] = []
+        for name in ("enable_thinking", "thinking"):
+            if isinstance(options.get(name), bool):
+                switches.append(options.pop(name))
+        switches.append(self.enable_thinking)
+        efforts, budgets = [self.reasoning_effort], [self.thinking_budget]
+        for value in (self.think, self.thinking, self.reasoning):
+            if isinstance(value, bool):
+                switches.append(value)
+            elif isinstance(value, str):
+                efforts.append(value)
+            elif value is not None:
+                switches += [
+                    {"enabled": True, "disabled": False}.get(value.type or ""),
+                    value.enabled,
+                ]
+                efforts.append(value.effort)
+                budgets += [value.budget_tokens, value.max_tokens]
+        on, effort = _first(switches), _first(efforts)
+        if on is None and effort is not None:
+            on = effort != "none"
+        return {"thinking": on, "effort": effort, "thinking_budget": _first(budgets)}
+
+
+def _first(values: Iterable[Any]) -> Any:
+    return next((value for value in values if value is not None), None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
 
@@ -33,10 +33,11 @@ from bitnet_ops.server.dialects.fields import (
     tools_of,
 )
 from bitnet_ops.server.dialects.openai import (
+    begins_answer,
     chat_logprobs,
     is_background,
     joined,
-    openai_message,
+    read_messages,
 )
 from bitnet_ops.server.exchange import (
     Ask,
@@ -125,41 +126,29 @@ class AnswerBody(NamedBody):
         }
 
 
-class ChatTurn(Body):
-    role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | None = None
-    thinking: str | None = None
-    images: list[Any] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_name: str | None = None
-    tool_call_id: str | None = None
-
-    def message(self) -> dict[str, Any]:
-        _no_images(self.images)
-        calls = [{"type": "function", **call} for call in self.tool_calls or ()]
-        message = {
-            "role": self.role,
-            "content": self.content,
-            "reasoning_content": self.thinking,
-            "tool_calls": calls or None,
-            "name": self.tool_name,
-            "tool_call_id": self.tool_call_id,
-        }
-        return openai_message({k: v for k, v in message.items() if v is not None})
-
-
 class ChatBody(AnswerBody):
-    messages: Annotated[list[ChatTurn], Field(max_length=MOST_MESSAGES)] | None = None
+    messages: Annotated[list[Any], Field(max_length=MOST_MESSAGES)] | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS)] | None = None
 
     def ask(self) -> Ask:
-        messages = [turn.message() for turn in self.messages or ()]
+        messages = read_messages([_turn(turn) for turn in self.messages or ()])
         return Ask(
             **self.stated(),
             messages=messages,
             tools=tools_of(self.tools),
+            continues=bool(messages) and begins_answer(messages),
             background=is_background(messages),
         )
+
+
+def _turn(turn: Any) -> Any:
+    """A message of Ollama's in the form of chat completions: images are parts of the content."""
+    if not isinstance(turn, Mapping):
+        return turn
+    images = turn.get("images")
+    parts = [{"type": "image"} for _ in images] if isinstance(images, list) else []
+    content = [turn.get("content") or "", *parts] if parts else turn.get("content")
+    return {**turn, "content": content, "name": turn.get("tool_name")}
 
 
 class GenerateBody(AnswerBody):
@@ -208,7 +197,9 @@ def _no_images(images: Sequence[Any] | None) -> None:
 async def chat(body: ChatBody, request: Request) -> Any:
     if not body.messages:
         return _loaded(request, body, message={"role": "assistant", "content": ""})
-    answer = await service_of(request).answer(body.ask(), client_of(request))
+    service = service_of(request)
+    _check_thinking(service.catalog.find(body.wanted), body)
+    answer = await service.answer(body.ask(), client_of(request))
     return await _told(request, body, _Form(answer, body, "message"))
 
 
@@ -217,9 +208,21 @@ async def generate(body: GenerateBody, request: Request) -> Any:
     if not body.prompt and not body.suffix:
         return _loaded(request, body, response="")
     service = service_of(request)
-    ask = body.ask(service.catalog.find(body.wanted))
+    served = service.catalog.find(body.wanted)
+    _check_thinking(served, body)
+    ask = body.ask(served)
     answer = await service.answer(ask, client_of(request))
     return await _told(request, body, _Form(answer, body, "response"))
+
+
+def _check_thinking(served: Served, body: AnswerBody) -> None:
+    """As Ollama has it: a model without thoughts is not asked for them, but they may be off."""
+    if body.think and not served.thinks:
+        raise AskError(
+            f'server: expected think off or left out, got {body.think!r}: "{served.name}" does not '
+            "support thinking",
+            field="think",
+        )
 
 
 def _loaded(request: Request, body: NamedBody, **empty: Any) -> dict[str, Any]:
@@ -302,7 +305,7 @@ def _calls(found: Sequence[tuple[str, str, str]], first: int = 0) -> list[dict[s
     calls = []
     for index, (id, name, text) in enumerate(found, start=first):
         arguments = parsed_arguments(text)
-        if isinstance(arguments, dict):
+        if arguments is not None:
             function = {"index": index, "name": name, "arguments": arguments}
             calls.append({"id": id, "function": function})
     return calls
@@ -438,6 +441,24 @@ async def running(request: Request) -> Any:
     }
 
 
+class PullBody(NamedBody):
+    stream: bool | None = None
+
+
+@router.post("/api/pull")
+async def pull(body: PullBody, request: Request) -> Any:
+    """What a client does before it asks: a model that is served is here; others cannot be had."""
+    service_of(request).catalog.find(body.wanted)
+    if body.stream is False:
+        return {"status": "success"}
+    return EventStream(_pulled(), _NDJSON)
+
+
+async def _pulled() -> AsyncIterator[bytes]:
+    for status in ("pulling manifest", "success"):
+        yield _line({"status": status})
+
+
 @router.post("/api/show")
 async def show(body: NamedBody, request: Request) -> Any:
     served = service_of(request).catalog.find(body.wanted)
@@ -449,6 +470,7 @@ async def show(body: NamedBody, request: Request) -> Any:
         "details": _details(served),
         "model_info": {
             "general.architecture": kind,
+            "general.parameter_count": served.parameters,
             "general.basename": served.name,  # the name that Copilot shows
             f"{kind}.context_length": served.context_length,
             f"{kind}.embedding_length": config.hidden_size,
@@ -487,6 +509,13 @@ def _details(served: Served) -> dict[str, Any]:
         "format": "sglbitnt",
         "family": family,
         "families": [family],
-        "parameter_size": "",
+        "parameter_size": _short(served.parameters),
         "quantization_level": "ternary",
     }
+
+
+def _short(count: int) -> str:
+    """As Ollama writes it: 2.4B, 134.52M."""
+    if count >= 10**9:
+        return f"{count / 10**9:.1f}B"
+    return f"{count / 10**6:.2f}M" if count >= 10**6 else f"{count / 10**3:.0f}K"

@@ -11,7 +11,8 @@ import base64
 import json
 import secrets
 import struct
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -27,12 +28,13 @@ from bitnet_ops.server.dialects.fields import (
     Positive,
     Sampling,
     Stop,
+    ThinkingFields,
     format_of,
-    parsed_arguments,
     stop_texts,
     tool_choice_of,
     tools_of,
 )
+from bitnet_ops.server.dialects.history import Reader, call_of, thoughts_of
 from bitnet_ops.server.exchange import (
     Ask,
     AskError,
@@ -63,22 +65,13 @@ _BACKGROUND = ("### Task:\n", "### Task:\r\n")
 # Chat --------------------------------------------------------------------------------------------
 
 
-class ChatMessage(Body):
-    role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[dict[str, Any]] | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-
-
 class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class ChatRequest(Sampling):
+class ChatRequest(Sampling, ThinkingFields):
     model: str = ""
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[Any], Field(min_length=1, max_length=MOST_MESSAGES)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Positive | Literal[-1] | None = None
@@ -92,9 +85,9 @@ class ChatRequest(Sampling):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
-    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
-    thinking_budget: Count | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     ignore_eos: bool | None = None
     background: bool | None = None
 
@@ -107,11 +100,7 @@ class ChatRequest(Sampling):
         if self.logit_bias:
             sampling["logit_bias"] = self.logit_bias
         limit = self.max_completion_tokens or self.max_tokens
-        effort = self.reasoning_effort
-        thinking = options.pop("enable_thinking", None)
-        if thinking is None and effort is not None:
-            thinking = effort != "none"
-        messages = [openai_message(m.model_dump(exclude_none=True)) for m in self.messages]
+        messages = read_messages(self.messages)
         return Ask(
             model=self.model,
             messages=messages,
@@ -124,33 +113,91 @@ class ChatRequest(Sampling):
             stop=stop_texts(self.stop),
             ignore_eos=bool(self.ignore_eos),
             n=self.n or 1,
-            thinking=thinking,
-            effort=effort,
-            thinking_budget=self.thinking_budget,
+            **self.thoughts(options),
             template_options=options,
+            continues=self._continues(messages),
             background=bool(self.background) or is_background(messages),
         )
 
+    def _continues(self, messages: list[dict[str, Any]]) -> bool:
+        """Whether the last message is the answer's beginning; as llama.cpp has it, it is where
+        nothing else is said."""
+        wanted = self.continue_final_message
+        if wanted and self.add_generation_prompt:
+            raise AskError(
+                "server: expected continue_final_message or add_generation_prompt, got both; leave "
+                "one out",
+                field="continue_final_message",
+            )
+        if wanted is None:
+            wanted = not self.add_generation_prompt
+        begun = begins_answer(messages)
+        if self.continue_final_message and not begun:
+            raise AskError(
+                "server: expected messages that end with the assistant's text, for "
+                f"continue_final_message, got the {messages[-1]['role']}'s",
+                field="continue_final_message",
+            )
+        return wanted and begun
 
-def openai_message(message: dict[str, Any]) -> dict[str, Any]:
-    """As templates read it: arguments of calls as objects, `developer` as `system`."""
-    calls = message.get("tool_calls")
-    if calls:
-        message["tool_calls"] = [_call_as_read(call) for call in calls]
-    if message["role"] == "developer":
-        message["role"] = "system"
-    message.setdefault("content", None if calls else "")
-    return message
+
+def begins_answer(messages: list[dict[str, Any]]) -> bool:
+    """Whether the last message is an answer to go on with; one that is empty is taken away."""
+    last = messages[-1]
+    if last["role"] != "assistant" or last.get("tool_calls"):
+        return False
+    begun = bool((last["content"] or "").strip())  # some clients write a blank for nothing
+    if not begun and len(messages) > 1:
+        messages.pop()
+    return begun
 
 
-def _call_as_read(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise AskError(
-            "server: expected tool_calls with a function and its name, got none", field="messages"
-        )
-    arguments = parsed_arguments(function.get("arguments"))
-    return {**call, "function": {**function, "arguments": arguments}}
+def read_messages(entries: Sequence[Any]) -> list[dict[str, Any]]:
+    """A conversation in the form of chat completions, as templates read it."""
+    return Reader("messages").read(entries, _message, lambda one: one.get("role") == "assistant")
+
+
+_ROLES = {"developer": "system", "function": "tool"}
+
+
+def _message(reader: Reader, entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    role = entry.get("role")
+    if not isinstance(role, str) or not 0 < len(role) <= 64:
+        reader.reject(f"a role for every message, got {role!r:.80}")
+        role = "user"
+    message: dict[str, Any] = {"role": _ROLES.get(role, role)}
+    content = entry.get("content")
+    if message["role"] == "tool":
+        message["content"] = reader.result(content)
+    else:
+        message["content"] = reader.text(content if content is not None else entry.get("refusal"))
+    if role == "assistant":
+        if thoughts := thoughts_of(entry):
+            message["reasoning_content"] = thoughts
+        if calls := _calls(reader, entry):
+            message["tool_calls"] = calls
+            message["content"] = message["content"] if content is not None else None
+    for name in ("name", "tool_call_id"):
+        if isinstance(entry.get(name), str):
+            message[name] = entry[name]
+    yield message
+
+
+def _calls(reader: Reader, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of an answer; `function_call` is what calls were before there were several."""
+    found = entry.get("tool_calls")
+    given = [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
+    if not given and isinstance(entry.get("function_call"), Mapping):
+        given = [{"function": entry["function_call"]}]
+    calls = []
+    for call in given:
+        function = call.get("function", call.get("custom"))
+        function = function if isinstance(function, Mapping) else {}
+        arguments = function.get("arguments")
+        if "input" in function:  # of a custom tool: a text
+            arguments = {"input": function["input"]}
+        calls.append(call_of(call.get("id"), reader.name(function.get("name")), arguments))
+    return calls
 
 
 def is_background(messages: Sequence[Mapping[str, Any]]) -> bool:
@@ -595,6 +642,9 @@ def _encoded(vector: list[float], form: str | None) -> list[float] | str:
 async def models(request: Request) -> Any:
     """With `models` beside `data`: Codex reads that, and Zed the capabilities."""
     entries = [_model(request, one.name) for one in service_of(request).catalog]
+    if _asks_anthropic(request):
+        ends = {"first_id": entries[0]["id"], "last_id": entries[-1]["id"]}
+        return {"data": entries, "has_more": False, **ends}
     return {"object": "list", "data": entries, "models": entries}
 
 
@@ -603,9 +653,23 @@ async def model(name: str, request: Request) -> Any:
     return _model(request, service_of(request).catalog.find(name).name)
 
 
+def _asks_anthropic(request: Request) -> bool:
+    """Its clients ask at the same address, and say so."""
+    return "anthropic-version" in request.headers
+
+
 def _model(request: Request, name: str) -> dict[str, Any]:
     service = service_of(request)
     served = service.catalog.find(name)
+    if _asks_anthropic(request):
+        since = datetime.fromtimestamp(int(service.metrics.started), timezone.utc)
+        return {
+            "type": "model",
+            "id": served.name,
+            "display_name": served.name,
+            "created_at": since.isoformat().replace("+00:00", "Z"),
+            "max_input_tokens": served.context_length,
+        }
     return {
         "id": served.name,
         "object": "model",

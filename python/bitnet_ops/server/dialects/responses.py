@@ -7,7 +7,7 @@ run elsewhere (web_search, image_generation, ...) are left out, not rejected.
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -20,10 +20,10 @@ from bitnet_ops.server.dialects.fields import (
     Positive,
     Sampling,
     format_of,
-    parsed_arguments,
     tool_choice_of,
     tools_of,
 )
+from bitnet_ops.server.dialects.history import Reader, call_of, thoughts_of
 from bitnet_ops.server.dialects.openai import chat_logprobs, is_background
 from bitnet_ops.server.exchange import (
     Ask,
@@ -58,7 +58,7 @@ class ReasoningOptions(Body):
 
 class ResponseRequest(Sampling):
     model: str = ""
-    input: str | Annotated[list[dict[str, Any]], Field(max_length=MOST_MESSAGES)] = ""
+    input: str | Annotated[list[Any], Field(max_length=MOST_MESSAGES)] = ""
     instructions: str | None = None
     stream: bool | None = None
     max_output_tokens: Positive | None = None
@@ -111,66 +111,62 @@ class ResponseRequest(Sampling):
 
 # Items to messages -------------------------------------------------------------------------------
 
-_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
-
-def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation in OpenAI's chat form: calls and thoughts join the message of their turn."""
+def messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
+    """A conversation in the form of chat completions: calls and thoughts join the message of their
+    turn."""
     found: list[dict[str, Any]] = []
-    thoughts = ""
-    for item in items:
-        kind = item.get("type", "message")
-        if kind == "reasoning":
-            thoughts = _text(item.get("content") or item.get("summary") or "")
-        elif kind == "function_call":
-            name = item.get("name")
-            if not isinstance(name, str):
-                raise AskError("server: expected a function_call with a name", field="input")
-            function = {"name": name, "arguments": parsed_arguments(item.get("arguments"))}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
-            if not found or found[-1]["role"] != "assistant":
-                found.append({"role": "assistant", "content": ""})
-            found[-1].setdefault("tool_calls", []).append(call)
-            thoughts = _with_thoughts(found[-1], thoughts)
-        elif kind == "function_call_output":
-            output = _text(item.get("output") or "")
-            found.append({"role": "tool", "content": output, "tool_call_id": item.get("call_id")})
-        elif kind == "message":
-            role = item.get("role")
-            if not isinstance(role, str):
-                raise AskError("server: expected a role in every message of input", field="input")
-            message = {
-                "role": "system" if role == "developer" else role,
-                "content": _text(item.get("content") or ""),
-            }
-            if role == "assistant":
-                thoughts = _with_thoughts(message, thoughts)
+    thoughts: list[str] = []
+    for message in Reader("input").read(items, _item, _of_an_answer):
+        if message["role"] != "assistant":
             found.append(message)
+            continue
+        thoughts += [message.pop("thoughts")] if "thoughts" in message else []
+        if "content" not in message:
+            continue
+        calls = message.get("tool_calls")
+        if calls and found and found[-1]["role"] == "assistant":
+            message = found.pop()
+            message["tool_calls"] = [*message.get("tool_calls", ()), *calls]
+        if text := "\n".join(filter(None, [message.get("reasoning_content"), *thoughts])):
+            message["reasoning_content"] = text
+        thoughts = []
+        found.append(message)
     return found
 
 
-def _with_thoughts(message: dict[str, Any], thoughts: str) -> str:
-    if thoughts:
-        message["reasoning_content"] = thoughts
-    return ""
+def _of_an_answer(item: Mapping[str, Any]) -> bool:
+    kind = item.get("type", "message")
+    if kind == "message":
+        return item.get("role") == "assistant"
+    return not str(kind).endswith("_output")
 
 
-def _text(content: Any) -> str:
-    """The text of a content: a text, or a list of parts that hold one."""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for part in content if isinstance(content, list) else [content]:
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
-        if kind not in _TEXTS or not isinstance(text, str):
-            raise AskError(
-                f"server: expected contents of text, got {str(part)[:80]}; models here read texts "
-                "alone",
-                field="input",
-            )
-        texts.append(text)
-    return "\n".join(texts)
+def _item(reader: Reader, item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The message of an item, or a part of one: thoughts without a content, a call."""
+    kind, id = str(item.get("type", "message")), item.get("call_id") or item.get("id")
+    if kind == "message":
+        role = item.get("role")
+        if not isinstance(role, str) or not 0 < len(role) <= 64:
+            reader.reject(f"a role in every message of input, got {role!r:.80}")
+            role = "user"
+        content = reader.text(item.get("content"))
+        yield {"role": "system" if role == "developer" else role, "content": content}
+    elif kind == "reasoning":
+        yield {"role": "assistant", "thoughts": thoughts_of({"reasoning": item})}
+    elif kind.endswith("_output"):
+        yield {"role": "tool", "content": reader.result(item.get("output")), "tool_call_id": id}
+    elif kind.endswith("_call") and ("call_id" in item or "output" in item):
+        name = item.get("name") or kind.removesuffix("_call")
+        said = ("arguments", "action", "operation", "input")
+        key = next((one for one in said if item.get(one) is not None), None)
+        arguments = {key: item[key]} if key == "input" else item.get(key or "")
+        call = call_of(id, reader.name(name), arguments)
+        yield {"role": "assistant", "content": "", "tool_calls": [call]}
+        if "output" in item:  # it ran at OpenAI
+            yield {"role": "tool", "content": reader.result(item["output"]), "tool_call_id": id}
+    else:
+        reader.left_out(kind)
 
 
 # Deltas to items and events ----------------------------------------------------------------------
