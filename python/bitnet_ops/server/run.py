@@ -15,6 +15,7 @@ from typing import Any
 import uvicorn
 
 from bitnet_ops.language_model import LanguageModel
+from bitnet_ops.server import connection
 from bitnet_ops.server.app import make_app
 from bitnet_ops.server.catalog import Catalog
 from bitnet_ops.server.security import Access
@@ -103,14 +104,12 @@ def serve(
     service: Service = app.state.service
     config = uvicorn.Config(
         app,
-        http="httptools",
         loop="asyncio",
         log_config=None,
         access_log=log_requests,
         server_header=False,
-        timeout_keep_alive=30,
         timeout_graceful_shutdown=max(1, round(drain_s)),
-        limit_concurrency=2048,
+        **connection.options(),
     )
     server = _Server(config, service.refuse)
     asyncio.run(server.serve(sockets=[listener]))

@@ -26,7 +26,7 @@ from bitnet_ops.generate.turns import EngineThread
 from bitnet_ops.nn.blocks import PoolFullError
 from bitnet_ops.server.catalog import Catalog, Served
 from bitnet_ops.server.exchange import Ask, AskError, CallArguments, Delta, Reasoning, Text
-from bitnet_ops.server.gate import Gate, Ticket
+from bitnet_ops.server.gate import Client, Gate, Ticket
 from bitnet_ops.server.metrics import Metrics
 from bitnet_ops.server.prompt import Prompt, make_prompt
 
@@ -102,14 +102,15 @@ class Service:
 
     # Answers -------------------------------------------------------------------------------------
 
-    async def answer(self, ask: Ask, client: str) -> Answer:
+    async def answer(self, ask: Ask, client: Client) -> Answer:
         """The answer to `ask`, not begun; raises AskError for what cannot be answered.
 
-        It has to be iterated over or closed.
+        Its place is given back when it ends, is closed, or the client's request is over.
         """
         served = self.catalog.find(ask.model)
         self._check(served, ask)
-        ticket = self.gate.enter(client, ask.n, background=ask.background)
+        ticket = self.gate.enter(client.name, ask.n, background=ask.background)
+        client.hold(ticket.leave)
         try:
             prompt = await asyncio.to_thread(make_prompt, served, ask)
             most = served.context_length - len(prompt.ids) + (ask.max_tokens == 0)
@@ -123,7 +124,9 @@ class Service:
         except BaseException:
             ticket.leave()
             raise
-        return Answer(self, served, ask, prompt, params, most, ticket)
+        answer = Answer(self, served, ask, prompt, params, most, ticket)
+        client.hold(answer.close)
+        return answer
 
     def _check(self, served: Served, ask: Ask) -> None:
         if served.lm.config.embedding_only:
@@ -136,9 +139,9 @@ class Service:
         if not 1 <= ask.n <= most:
             raise AskError(f"server: expected n from 1 to {most}, got {ask.n}", field="n")
 
-    async def run(self, client: str, steps: Callable[[], Generator[None, None, T]]) -> T:
+    async def run(self, client: Client, steps: Callable[[], Generator[None, None, T]]) -> T:
         """The result of work beside the engines' steps; it takes the place of an answer."""
-        ticket = self.gate.enter(client)
+        ticket = self.gate.enter(client.name)
         try:
             await ticket.admitted.wait()
             return await self._beside(steps)
@@ -153,7 +156,11 @@ class Service:
             raise AskError(str(error)) from None
 
     async def embed(
-        self, model: str, texts: Sequence[str | Sequence[int]], dimensions: int | None, client: str
+        self,
+        model: str,
+        texts: Sequence[str | Sequence[int]],
+        dimensions: int | None,
+        client: Client,
     ) -> tuple[list[list[float]], int]:
         """Vectors of texts, and of how many tokens they are."""
         served = self.catalog.find(model)
@@ -235,6 +242,7 @@ class Answer:
         self.timing = AnswerTiming(time.perf_counter())
         self._service, self._ticket, self._params, self._most = service, ticket, params, max_tokens
         self._choices: dict[int, Choice] = {}  # those that have not ended, by the engine's ids
+        self._computed: set[int] = set()  # those that the engine has not ended
         self._events: deque[Event] = deque()
         self._waiter: asyncio.Future[bool] | None = None
         self._closed = self._failed = False
@@ -323,11 +331,16 @@ class Answer:
             except (ValueError, TypeError) as error:
                 raise AskError(str(error)) from None
             self._choices[id] = Choice(index, self._prompt)
+            self._computed.add(id)
 
     # Events --------------------------------------------------------------------------------------
 
     def _deliver(self, event: Event) -> None:
         self._events.append(event)
+        if not isinstance(event, NewToken):
+            self._computed.discard(event.request_id)
+            if not self._computed:  # whoever reads slowly holds no place
+                self._ticket.leave()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(True)
 

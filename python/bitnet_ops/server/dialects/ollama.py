@@ -406,12 +406,6 @@ async def _embedded(
 # Models ------------------------------------------------------------------------------------------
 
 
-@router.head("/", include_in_schema=False)
-async def alive() -> Response:
-    """Ollama's own programs ask this first; GET gives the page."""
-    return Response()
-
-
 @router.get("/api/version")
 async def version() -> Any:
     return {"version": _VERSION}

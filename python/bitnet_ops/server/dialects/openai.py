@@ -43,6 +43,7 @@ from bitnet_ops.server.exchange import (
     Reasoning,
     Text,
 )
+from bitnet_ops.server.gate import Client
 from bitnet_ops.server.http import (
     PING,
     EventStream,
@@ -406,7 +407,7 @@ async def completions(body: CompletionRequest, request: Request) -> Any:
 
 
 async def _completions_whole(
-    service: Service, client: str, id: str, asks: list[Ask]
+    service: Service, client: Client, id: str, asks: list[Ask]
 ) -> dict[str, Any]:
     """The answers to all prompts, which run side by side as far as there is room."""
     forms: list[_Form] = []
