@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
+from itertools import islice
 from random import SystemRandom
 from typing import Any
 
@@ -22,12 +23,13 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from bitnet_ops.generate.chat import END_OF_THOUGHT, THINK
-from bitnet_ops.generate.tokenizer_guard import TokenizerError, library_errors
+from bitnet_ops.generate.tokenizer_guard import TokenizerError, encoding
 
 _WRITTEN = ("content", "reasoning_content", "reasoning", "thinking")  # whole texts of a message
 _MARKS, _ALIASES = range(0xE000, 0xF900), range(0xF0000, 0xFFFFE)  # private use
 _ALIAS = 3  # characters at least, drawn at random: nobody writes one by chance or by guessing
 _LONGEST = 256  # longer tokens are not looked for in halves
+_MOST_WRITTEN = 100_000  # special tokens in what is given: each takes a hundred times its length
 
 
 class GivenText:
@@ -59,10 +61,13 @@ class GivenText:
         `template`: may hold private-use characters too.
         """
         found: dict[tuple[str, bool, bool], list[tuple[int, int]]] = {}
+        left = _MOST_WRITTEN
 
         def find(text: str, written: bool, answer: bool) -> str:
-            if spans := self._spans(text, written, answer):
+            nonlocal left
+            if spans := self._spans(text, written, answer, left):
                 found[text, written, answer] = spans
+                left -= len(spans)
             return text
 
         _each_text(given, find)
@@ -80,15 +85,22 @@ class GivenText:
 
         return _each_text(given, put), marks
 
-    def _spans(self, text: str, written: bool, answer: bool) -> list[tuple[int, int]]:
-        """Where characters are to be marked.
+    def _spans(
+        self, text: str, written: bool, answer: bool, most: int = _MOST_WRITTEN
+    ) -> list[tuple[int, int]]:
+        """Where characters are to be marked, in `most` places.
 
         written: the template may write the rest of a token directly beside this text.
         answer: thoughts may stand in it, between their tags.
         """
         if not self._names:
             return []
-        spans = [match.span() for match in self._pattern.finditer(text)]
+        matches = islice(self._pattern.finditer(text), most + 1)
+        if len(spans := [match.span() for match in matches]) > most:
+            raise TokenizerError(
+                f"tokenizer: expected at most {_MOST_WRITTEN:,} special tokens written out in "
+                "texts, got more; leave them out"
+            )
         if self._normalized:
             spans += [(begin, end) for _, begin, end in self._special(text)]
         if written and text:
@@ -105,8 +117,7 @@ class GivenText:
 
     def _special(self, text: str) -> Iterator[tuple[int, int, int]]:
         """Special tokens that the tokenizer finds: (id, begin, end), without space around them."""
-        with library_errors("text (str)"):
-            found = self._backend.encode(text, add_special_tokens=False)
+        found = encoding(self._backend, text, False)
         for i, (begin, end) in zip(found.ids, found.offsets, strict=True):
             if i in self._tokens:
                 inner = text[begin:end]
@@ -131,7 +142,7 @@ class GivenText:
     def encode(self, text: str) -> list[int]:
         """The ids of a text without special tokens."""
         backend = self._reader[0] if self._spans(text, False, False) else self._backend
-        return list(backend.encode(text, add_special_tokens=False).ids)
+        return list(encoding(backend, text, False).ids)
 
     @cached_property
     def _reader(self) -> tuple[Backend, dict[int, str], dict[int, int]]:
@@ -197,7 +208,7 @@ class ChatText:
 
     def ids(self) -> list[int]:
         """The ids of the whole text; no special token is added."""
-        return self._read()[0]
+        return self._ids(self._read())
 
     def ids_from(self, start: int) -> list[int] | None:
         """The ids from the character `start` on, cut as the whole text is cut.
@@ -206,23 +217,26 @@ class ChatText:
         """
         if not self._same:
             return None
-        ids, offsets = self._read()
+        found = self._read()
+        ids, offsets = self._ids(found), found.offsets
         for i, (begin, _) in enumerate(offsets):
             if begin >= start:
                 return None if i > 0 and offsets[i - 1][1] > start else ids[i:]
         return None
 
-    def _read(self) -> tuple[list[int], Sequence[tuple[int, int]]]:
-        with library_errors("text (str)"):
-            found = self._backend.encode(self._coded, add_special_tokens=False)
+    def _read(self) -> Any:
+        return encoding(self._backend, self._coded, False)
+
+    def _ids(self, found: Any) -> list[int]:
+        ids = list(found.ids)
         if self._tokens:
-            if sum(i in self._tokens for i in found.ids) != self._count:
+            if sum(i in self._tokens for i in ids) != self._count:
                 raise TokenizerError(
                     "tokenizer: expected one that leaves private-use characters as they are, got "
                     "one that changes them; leave special tokens out of messages"
                 )
-            return [self._tokens.get(i, i) for i in found.ids], found.offsets
-        return list(found.ids), found.offsets
+            return [self._tokens.get(i, i) for i in ids]
+        return ids
 
 
 def _each_text(given: Mapping[str, Any], do: Callable[[str, bool, bool], str]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
@@ -76,6 +77,8 @@ def serve(
         limits: of ServiceOptions.
     Raises what `load` raises.
     """
+    # before any: so reading a long text lets other threads go on (see tokenizer_guard.encoding)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="bitnet-ops: %(message)s")
     logging.getLogger("uvicorn.access").setLevel(logging.INFO if log_requests else logging.ERROR)
     failed: list[BaseException] = []

@@ -13,6 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -22,15 +23,19 @@ from bitnet_ops.generate.request import Consumer, PromptError
 from bitnet_ops.generate.run import TokenLogprobs
 from bitnet_ops.generate.sampling import SamplingError, SamplingParams
 from bitnet_ops.generate.scoring import embed_steps, prompt_logprobs_steps
+from bitnet_ops.generate.tokenizer import TokenizerError
 from bitnet_ops.generate.turns import EngineThread
 from bitnet_ops.nn.blocks import PoolFullError
 from bitnet_ops.server.catalog import Catalog, Served
 from bitnet_ops.server.exchange import Ask, AskError, CallArguments, Delta, Reasoning, Text
 from bitnet_ops.server.gate import Client, Gate, Ticket
 from bitnet_ops.server.metrics import Metrics
-from bitnet_ops.server.prompt import Prompt, make_prompt
+from bitnet_ops.server.prompt import Prompt, encode_within, make_prompt
 
 T = TypeVar("T")
+_READERS = 2  # prompts that are encoded at once: each may take some hundred MB for a moment
+_MOST_COUNTED = 1 << 18  # tokens that are counted or told, of a model whose context is shorter
+_MOST_EMBEDDED = 1 << 20  # tokens of all texts of a request
 _LOG = logging.getLogger(__name__)
 
 
@@ -68,6 +73,8 @@ class Service:
             self.options.max_running, self.options.max_waiting, self.options.max_per_client
         )
         self.gate.closed = "the model is being loaded"
+        self._reading = Gate(_READERS, self.gate.most_running + self.gate.most_waiting)
+        self._readers = ThreadPoolExecutor(_READERS, "bitnet-ops reader")
         self.metrics = Metrics()
         self._catalog: Catalog | None = None
         self._thread: EngineThread | None = None
@@ -95,6 +102,7 @@ class Service:
 
     def close(self) -> None:
         """End the engines' thread, and write what the prefix cache on disk has not yet."""
+        self._readers.shutdown(wait=False, cancel_futures=True)
         if self._thread is not None:
             self._thread.close()
             for lm in self.catalog.models:
@@ -112,7 +120,7 @@ class Service:
         ticket = self.gate.enter(client.name, ask.n, background=ask.background)
         client.hold(ticket.leave)
         try:
-            prompt = await asyncio.to_thread(make_prompt, served, ask)
+            prompt = await self.read(client, lambda: make_prompt(served, ask))
             most = served.context_length - len(prompt.ids) + (ask.max_tokens == 0)
             for bound in (ask.max_tokens, self.options.max_tokens):
                 most = most if bound is None else min(most, bound)
@@ -155,16 +163,48 @@ class Service:
         except ValueError as error:  # of the caller's: texts that are empty or too long
             raise AskError(str(error)) from None
 
+    async def read(self, client: Client, work: Callable[[], T]) -> T:
+        """The result of `work`, which encodes texts, in one of a few threads.
+
+        Its place there is free when it has ended, not when nobody waits for it any more.
+        """
+        loop, ticket = asyncio.get_running_loop(), self._reading.enter(client.name)
+        try:
+            await ticket.admitted.wait()
+            future = self._readers.submit(work)
+        except BaseException:
+            ticket.leave()
+            raise
+
+        def done(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(ticket.leave)
+
+        future.add_done_callback(done)
+        return await asyncio.wrap_future(future)
+
+    async def count(self, model: str, client: Client, ids: Callable[[Served, int], T]) -> T:
+        """What `ids` gives for the model and the most tokens that it may count."""
+        served = self.catalog.find(model)
+        most = max(served.context_length, _MOST_COUNTED)
+        try:
+            return await self.read(client, lambda: ids(served, most))
+        except TokenizerError as error:
+            raise AskError(str(error)) from None
+
     async def embed(
         self,
         model: str,
         texts: Sequence[str | Sequence[int]],
         dimensions: int | None,
         client: Client,
+        *,
+        truncate: bool = False,
     ) -> tuple[list[list[float]], int]:
-        """Vectors of texts, and of how many tokens they are."""
+        """Vectors of texts, and of how many tokens they are; truncate: cut texts that are too long
+        before their last token, for embedding models read from the end of a text."""
         served = self.catalog.find(model)
-        ids = await asyncio.to_thread(lambda: [served.lm.encode(text) for text in texts])
+        ids = await self.read(client, lambda: _text_ids(served, texts, truncate))
         vectors = await self.run(client, lambda: embed_steps(served.lm.model, ids, dimensions))
         return vectors.tolist(), sum(map(len, ids))
 
@@ -176,6 +216,26 @@ class Service:
         return await self._beside(
             lambda: prompt_logprobs_steps(served.lm.model, ids, top, kv_dtype, served.adapter)
         )
+
+
+def _text_ids(
+    served: Served, texts: Sequence[str | Sequence[int]], truncate: bool
+) -> list[list[int]]:
+    """The ids of texts to be embedded."""
+    most, found, left = served.context_length, list[list[int]](), _MOST_EMBEDDED
+    for text in texts:
+        try:
+            ids = encode_within(served.lm.tokenizer, text, most, truncate)
+        except TokenizerError as error:
+            raise AskError(str(error), field="input") from None
+        left -= len(ids)
+        if left < 0:
+            raise AskError(
+                f"server: expected texts of at most {_MOST_EMBEDDED:,} tokens together, got more",
+                field="input",
+            )
+        found.append(ids)
+    return found
 
 
 def _left(deadline: float, most: float) -> float:
@@ -245,7 +305,7 @@ class Answer:
         self._computed: set[int] = set()  # those that the engine has not ended
         self._events: deque[Event] = deque()
         self._waiter: asyncio.Future[bool] | None = None
-        self._closed = self._failed = False
+        self._closed = self._failed = self._read = False
 
     async def batches(self) -> AsyncIterator[list[Delta]]:
         """Deltas as they come, those of one moment together; an empty list where there is nothing
@@ -366,6 +426,8 @@ class Answer:
         deltas: list[Delta] = []
         while self._events:
             event = self._events.popleft()
+            if isinstance(event, Finished):
+                self._cached(event.reused_tokens)
             choice = self._choices.get(event.request_id)
             if choice is None:  # it has ended by a stop text
                 continue
@@ -377,8 +439,6 @@ class Answer:
                 if choice.ended:
                     self._engine.abort(event.request_id)
             elif isinstance(event, Finished):
-                if not self.timing.first_s:
-                    self.cached_tokens = event.reused_tokens
                 choice.finish(event, deltas)
             else:
                 raise _failure(event)
@@ -392,9 +452,17 @@ class Answer:
         if self.timing.first_s:
             return
         self.timing.first_s = time.perf_counter()
-        self.cached_tokens = self._engine.reused_tokens(id) or 0
-        seconds = self.timing.first_s - self.timing.asked_s
-        self._service.metrics.first_token(seconds, len(self.ids), self.cached_tokens)
+        if (reused := self._engine.reused_tokens(id)) is not None:  # else it has ended already
+            self._cached(reused)
+
+    def _cached(self, tokens: int) -> None:
+        """So many of the prompt's tokens were; what is told first counts."""
+        if self._read:
+            return
+        self._read, self.cached_tokens = True, tokens
+        if self._most:  # else nothing was computed
+            seconds = (self.timing.first_s or time.perf_counter()) - self.timing.asked_s
+            self._service.metrics.first_token(seconds, len(self.ids), tokens)
 
 
 @dataclass

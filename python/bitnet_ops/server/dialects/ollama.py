@@ -392,14 +392,11 @@ async def _embedded(
     """Vectors of texts, and of how many tokens they are; texts that are too long are cut, unless
     `truncate` is False."""
     service = service_of(request)
-    served = service.catalog.find(body.wanted)
+    service.catalog.find(body.wanted)
     if not texts:
         return [], 0
-    ids = await asyncio.to_thread(lambda: [served.lm.encode(text) for text in texts])
-    most = served.context_length
-    if truncate is not False:  # the last token stays: embedding models read from the end of a text
-        ids = [one if len(one) <= most else [*one[: most - 1], one[-1]] for one in ids]
-    work = service.embed(body.wanted, ids, dimensions, client_of(request))
+    client, cut = client_of(request), truncate is not False
+    work = service.embed(body.wanted, texts, dimensions, client, truncate=cut)
     return await unless_gone(request, work)
 
 

@@ -11,6 +11,7 @@ import base64
 import json
 import secrets
 import struct
+from codecs import getincrementaldecoder
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -316,8 +317,8 @@ def chat_logprobs(tokenizer: Tokenizer, found: Sequence[TokenLogprobs]) -> list[
     """`logprobs.content` of a choice."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = tokenizer.decode([token], skip_special_tokens=False)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        data = tokenizer.token_bytes(token)
+        return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
 
     return [
         {
@@ -485,22 +486,29 @@ async def _echoed(form: _Form, service: Service) -> _Echo:
 def _columns(
     tokenizer: Tokenizer, before: _Echo, found: Sequence[TokenLogprobs], ask: Ask
 ) -> dict[str, Any] | None:
-    """`logprobs` of a completion: a list for each kind of figure."""
+    """`logprobs` of a completion: a list for each kind of figure.
+
+    A token that is a part of a character is told by its bytes, as OpenAI had it, "bytes:\\xf0"; its
+    offset is that of the character.
+    """
     if ask.sampling.get("logprobs") is None:
         return None
 
     def text(token: int) -> str:
-        return tokenizer.decode([token], skip_special_tokens=False)
+        data = tokenizer.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
-    first = [text(token) for token in before.first]
-    all = [*before.logprobs, *found]
-    tokens = [*first, *(text(one.token_id) for one in all)]
-    offsets, at = [], 0
-    for token in tokens:
+    first, all = [text(token) for token in before.first], [*before.logprobs, *found]
+    ids = [*before.first, *(one.token_id for one in all)]
+    offsets, at, characters = [], 0, getincrementaldecoder("utf-8")("replace")
+    for token in ids:
         offsets.append(at)
-        at += len(token)
+        at += len(characters.decode(tokenizer.token_bytes(token)))
     return {
-        "tokens": tokens,
+        "tokens": [text(token) for token in ids],
         "token_logprobs": [*(None for _ in first), *(one.logprob for one in all)],
         "top_logprobs": [
             *(None for _ in first),
