@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -60,21 +60,33 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b""})
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client goes."""
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | Response:
+    """The result of `work`, which is cancelled when the client goes.
+
+    A dict as a response, which FastAPI does not walk through: of many logprobs that takes seconds.
+    """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request.receive))
     try:
         await asyncio.wait({task, gone}, return_when="FIRST_COMPLETED")
         if not task.done():
             raise AskError("server: the client has gone", status=499, code="cancelled")
-        return task.result()
+        result = task.result()
+        return JSONResponse(result) if isinstance(result, dict) else result
     finally:
         gone.cancel()
         if not task.done():
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, AskError):
                 await task
+
+
+def json_of(head: Mapping[str, Any], name: str, items: Iterable[Any]) -> Response:
+    """`head` with a list `name` of items, which are written one by one: millions of numbers hold up
+    other threads, such as the event loop's, for no longer than one item."""
+    encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+    data = ",".join(map(encode, items))
+    return Response(f"{encode({**head, name: []})[:-2]}{data}]}}", media_type="application/json")
 
 
 async def _disconnected(receive: Any) -> None:

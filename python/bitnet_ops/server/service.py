@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from torch import Tensor
+
 from bitnet_ops.generate.engine import Engine, Event, Failed, Finished, Limits, NewToken
 from bitnet_ops.generate.grammar import ConstraintError
 from bitnet_ops.generate.request import Consumer, PromptError
@@ -200,13 +202,13 @@ class Service:
         client: Client,
         *,
         truncate: bool = False,
-    ) -> tuple[list[list[float]], int]:
-        """Vectors of texts, and of how many tokens they are; truncate: cut texts that are too long
-        before their last token, for embedding models read from the end of a text."""
+    ) -> tuple[Tensor, int]:
+        """Vectors of texts [n, dimensions], and of how many tokens they are; truncate: cut texts
+        that are too long before their last token, for embedding models read from a text's end."""
         served = self.catalog.find(model)
         ids = await self.read(client, lambda: _text_ids(served, texts, truncate))
         vectors = await self.run(client, lambda: embed_steps(served.lm.model, ids, dimensions))
-        return vectors.tolist(), sum(map(len, ids))
+        return vectors, sum(map(len, ids))
 
     async def prompt_logprobs(self, answer: Answer, top: int) -> list[TokenLogprobs]:
         """Of each token of an answer's prompt from the second one on; at the answer's place."""

@@ -15,8 +15,9 @@ from codecs import getincrementaldecoder
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from pydantic import Field
+from torch import Tensor
 
 from bitnet_ops.generate.run import TokenLogprobs
 from bitnet_ops.generate.tokenizer import Tokenizer
@@ -50,6 +51,7 @@ from bitnet_ops.server.http import (
     EventStream,
     client_of,
     error_body,
+    json_of,
     service_of,
     sse,
     unless_gone,
@@ -577,23 +579,30 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Any:
     texts: Sequence[Any] = [body.input]
     if isinstance(body.input, list) and not isinstance(body.input[0], int):
         texts = body.input
-    work = service.embed(body.model, texts, body.dimensions, client_of(request))
-    vectors, tokens = await unless_gone(request, work)
-    return {
+    return await unless_gone(request, _embedded(service, client_of(request), body, texts))
+
+
+async def _embedded(
+    service: Service, client: Client, body: EmbeddingRequest, texts: Sequence[Any]
+) -> Response:
+    vectors, tokens = await service.embed(body.model, texts, body.dimensions, client)
+    head = {
         "object": "list",
         "model": service.catalog.find(body.model).name,
-        "data": [
-            {"object": "embedding", "index": i, "embedding": _encoded(v, body.encoding_format)}
-            for i, v in enumerate(vectors)
-        ],
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
+    data = (
+        {"object": "embedding", "index": i, "embedding": _encoded(v, body.encoding_format)}
+        for i, v in enumerate(vectors)
+    )
+    return await service.read(client, lambda: json_of(head, "data", data))
 
 
-def _encoded(vector: list[float], form: str | None) -> list[float] | str:
+def _encoded(vector: Tensor, form: str | None) -> list[float] | str:
+    numbers = vector.tolist()
     if form != "base64":
-        return vector
-    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+        return numbers
+    return base64.b64encode(struct.pack(f"<{len(numbers)}f", *numbers)).decode()
 
 
 # Models ------------------------------------------------------------------------------------------
