@@ -183,7 +183,7 @@ def test_bodies_are_bounded_together_but_short_ones_pass() -> None:
     access = Access(max_bodies_bytes=1 << 20)
     app = app_of(access=access)
     with serving(app) as address, contextlib.ExitStack() as stack:
-        large = post("/tokenize", {"content": "x" * (600 << 10)})
+        large = post("/tokenize", {"content": "In the beginning " * 38_000})
         waiting = stack.enter_context(dialled(address))
         waiting.send(large[:-9])
         with dialled(address) as second:

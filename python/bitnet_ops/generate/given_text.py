@@ -21,12 +21,14 @@ from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
 
 from bitnet_ops.generate.chat import END_OF_THOUGHT, THINK
 from bitnet_ops.generate.tokenizer_guard import TokenizerError, encoding
 
 _WRITTEN = ("content", "reasoning_content", "reasoning", "thinking")  # whole texts of a message
 _MARKS, _ALIASES = range(0xE000, 0xF900), range(0xF0000, 0xFFFFE)  # private use
+_BETWEEN = "\U0010ffff"  # no character
 _ALIAS = 3  # characters at least, drawn at random: nobody writes one by chance or by guessing
 _LONGEST = 256  # longer tokens are not looked for in halves
 _MOST_WRITTEN = 100_000  # special tokens in what is given: each takes a hundred times its length
@@ -117,12 +119,26 @@ class GivenText:
 
     def _special(self, text: str) -> Iterator[tuple[int, int, int]]:
         """Special tokens that the tokenizer finds: (id, begin, end), without space around them."""
-        found = encoding(self._backend, text, False)
-        for i, (begin, end) in zip(found.ids, found.offsets, strict=True):
-            if i in self._tokens:
+        finder, ids = self._finder
+        found = encoding(finder, text, False)
+        for place, (begin, end) in zip(found.ids, found.offsets, strict=True):
+            if (i := ids.get(place)) is not None:
                 inner = text[begin:end]
                 at = begin + len(inner) - len(inner.lstrip())
                 yield i, at, at + len(inner.strip()) if inner.strip() else end
+
+    @cached_property
+    def _finder(self) -> tuple[Backend, dict[int, int]]:
+        """What finds added tokens alone, and the special token of each of its ids.
+
+        To it whatever stands between two is one token: a text of marks has many thousands.
+        """
+        finder = Backend(WordLevel({_BETWEEN: 0}, unk_token=_BETWEEN))
+        if self._backend.normalizer is not None:
+            finder.normalizer = self._backend.normalizer
+        added = self._backend.get_added_tokens_decoder()
+        finder.add_tokens([token for _, token in sorted(added.items())])
+        return finder, {finder.token_to_id(t.content): i for i, t in self._tokens.items()}
 
     def read(self, marked: str, marks: Marks) -> ChatText:
         """What a template made of marked texts."""
