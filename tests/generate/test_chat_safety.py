@@ -317,6 +317,14 @@ def test_a_message_of_special_tokens_takes_no_quadratic_time() -> None:
 # What stays as it was --------------------------------------------------------------------------
 
 
+def test_special_tokens_are_bounded_in_number() -> None:
+    """In all texts together: each takes some kilobytes while it is read."""
+    tokenizer = tokenizer_with(TEMPLATE)
+    messages = [{"role": "user", "content": "[/INST]" * 1000}] * 200
+    with pytest.raises(TokenizerError, match="expected at most 100,000 special tokens written out"):
+        tokenizer.read_chat(messages)
+
+
 @pytest.mark.parametrize("style", ["qwen", "qwen35", "bitnet", "llama"])
 def test_without_special_tokens_nothing_changes(style: str) -> None:
     """Thoughts are taken out of earlier answers, and no copy of the tokenizer is made."""

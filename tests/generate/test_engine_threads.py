@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import os
+import pickle
 import queue
 import random
 import signal
@@ -74,6 +76,18 @@ def test_a_run_that_ends_early_ends_its_requests(end: str) -> None:
         model.before = None
     assert used(engine) == 0 and not engine.has_work
     assert engine.generate([[1]], limits=Limits(2))[0].token_ids == [2, 3]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_run_is_not_copied(copied: Callable[[Any], object], begun: bool) -> None:
+    """Its engine's copy would have no such request: the copy would wait for ever."""
+    run = Engine(Counting(LONG)).start([[1, 2]], limits=Limits(4))
+    if begun:
+        run.step()
+    with pytest.raises(TypeError, match="^run: expected a run that stays what it is, got a copy"):
+        copied(run)
+    assert len([*run]) + begun == 4, "it goes on"
 
 
 def test_ctrl_c_is_raised_after_the_step_which_is_whole() -> None:

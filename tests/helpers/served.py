@@ -20,6 +20,7 @@ from bitnet_ops.generate.tokenizer import Tokenizer
 from bitnet_ops.language_model import LanguageModel
 from bitnet_ops.models.step_batch import StepBatch
 from bitnet_ops.nn.kv_pool import KVPool
+from bitnet_ops.server import connection
 from bitnet_ops.server.app import make_app
 from bitnet_ops.server.catalog import Catalog
 from bitnet_ops.server.security import Access
@@ -117,7 +118,12 @@ def app_of(
 def serving(app: FastAPI) -> Iterator[str]:
     """The address of a server of `app`, which is ready, in a thread of this process."""
     config = uvicorn.Config(
-        app, port=0, http="httptools", log_config=None, lifespan="on", timeout_graceful_shutdown=2
+        app,
+        port=0,
+        log_config=None,
+        lifespan="on",
+        timeout_graceful_shutdown=2,
+        **connection.options(),
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

@@ -145,11 +145,16 @@ def test_a_meta_tensor_among_cpu_tensors_is_rejected(op: str) -> None:
             first = result if isinstance(result, Tensor) else result[0]
             assert first.device.type == "meta"
         return
-    for name in tensors:
-        changed = {**arguments, name: arguments[name].to("meta")}
+    changes = [{name: arguments[name].to("meta")} for name in tensors]
+    for name, given in arguments.items():
+        if isinstance(given, list):
+            places = [at for at, one in enumerate(given) if isinstance(one, Tensor)]
+            for at in places if len(tensors) + len(places) > 1 else ():
+                changes.append({name: [*given[:at], given[at].to("meta"), *given[at + 1 :]]})
+    for change in changes:
         pattern = f"^{op.split()[0]}: expected every tensor on one device, got"
         with pytest.raises(RuntimeError, match=pattern):
-            called(op)(**changed)
+            called(op)(**{**arguments, **change})
 
 
 @pytest.mark.parametrize("op", sorted(CALLS))

@@ -7,6 +7,7 @@ import base64
 import json
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
@@ -24,6 +25,7 @@ ANSWERS = {
     "clock": CALL,
     "both": f"I look.\n{CALL}\n{CALL}",
     "many words": "one two three four five six seven",
+    "face": "ab \U0001f600 c",
 }
 TOOLS = [
     {
@@ -186,6 +188,51 @@ def test_logprobs_of_a_chat(client, lm) -> None:
         for c in chunk.choices[0].logprobs.content
     ]
     assert parts == content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_bytes_of_parts_of_a_character(address: str, client, stream: bool) -> None:
+    """On all routes that tell logprobs; put together they are the answer."""
+    text, body = ANSWERS["face"], {"model": "scripted", "stream": stream}
+
+    def told(path: str, more: dict[str, object]) -> list[dict[str, Any]]:
+        found = httpx.post(f"{address}{path}", json={**body, **more}, timeout=60).text
+        lines = [line.removeprefix("data: ") for line in found.splitlines()]
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+    def whole(entries: list[dict[str, Any]]) -> str:
+        tops = [one["top_logprobs"][0]["bytes"] for one in entries]
+        assert tops == [one["bytes"] for one in entries] and [240] in tops
+        return bytes(b for one in entries for b in one["bytes"]).decode()
+
+    asked = {"messages": said("face"), "logprobs": True, "top_logprobs": 1}
+    choices = [c for part in told("/v1/chat/completions", asked) for c in part["choices"]]
+    found = [e for c in choices for e in (c["logprobs"] or {"content": []})["content"]]
+    assert whole(found) == text
+    found = [e for part in told("/api/chat", asked) for e in part.get("logprobs", ())]
+    assert whole(found) == text
+    events = told("/v1/responses", {"input": "face", "top_logprobs": 1})
+    found = [e for part in events for e in part.get("logprobs", ()) if "delta" in part]
+    if not stream:
+        found = events[0]["output"][0]["content"][0]["logprobs"]
+    assert whole(found) == text
+    # /v1/completions has no bytes: as OpenAI's had it, the texts of such tokens tell them
+    columns = [
+        c["logprobs"]
+        for part in told("/v1/completions", {"prompt": "face", "logprobs": 1})
+        for c in part["choices"]
+        if c["logprobs"]
+    ]
+    tokens = [token for one in columns for token in one["tokens"]]
+    parts = [rf"bytes:\x{byte:02x}" for byte in "\U0001f600".encode()]
+    at = tokens.index(parts[0])
+    assert tokens[at : at + 4] == parts
+    assert "".join([*tokens[:at], "\U0001f600", *tokens[at + 4 :]]) == text
+    assert [[*one] for c in columns for one in c["top_logprobs"]] == [[t] for t in tokens]
+    if not stream:
+        begins = columns[0]["text_offset"]
+        assert begins[at : at + 4] == [text.index("\U0001f600")] * 4
+        assert begins[at + 4] == text.index("\U0001f600") + 1
 
 
 def test_embeddings(client, lm) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import resource
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -102,19 +103,29 @@ def test_a_name_that_is_rebound_to_this_machine_reaches_nothing(method: str, pat
         "127.0.0.1.evil.example",
         "",
         "[::2]",
+        "[::1",
+        "[::1]evil.example",
+        "localhost..",
+        "localhost.evil.example",
         "0.0.0.0",
     ):
         assert ask(app, method, path, host=host).status_code == 403, host
-    for host in ("localhost", "localhost:8080", "127.0.0.1:1", "[::1]:8080", "127.8.8.8"):
+    for host in (
+        *("localhost", "localhost:8080", "127.0.0.1:1", "[::1]:8080", "127.8.8.8"),
+        *("LOCALHOST", "LocalHost:8080", "localhost.", "localhost.:8080"),
+    ):
         assert ask(app, method, path, host=host).status_code != 403, host
-    named = app_of(access=Access(hosts=frozenset({"box.lan"})))
-    assert ask(named, method, path, host="box.lan:8080").status_code != 403
+    named = app_of(access=Access(hosts=frozenset({"Box.lan"})))
+    assert ask(named, method, path, host="box.LAN.:8080").status_code != 403
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_a_page_of_another_site_may_not_ask(method: str, path: str) -> None:
     app = app_of()
-    for origin in ("http://evil.example", "null", "http://localhost:1", "https://localhost.evil"):
+    for origin in (
+        *("http://evil.example", "null", "http://localhost:1", "https://localhost.evil"),
+        *("http://[::1", "http://[", "http://]", "//", ""),
+    ):
         response = ask(app, method, path, origin=origin)
         assert response.status_code == 403, origin
         assert "access-control-allow-origin" not in response.headers
@@ -126,6 +137,25 @@ def test_a_page_of_another_site_may_not_ask(method: str, path: str) -> None:
     assert friend.status_code != 403
     assert friend.headers["access-control-allow-origin"] == "https://friend.example"
     assert ask(allowed, method, path, origin="https://friend.example.evil").status_code == 403
+
+
+@pytest.mark.parametrize("path", [path for method, path in ROUTES if method == "GET"])
+def test_head_gives_what_get_gives_but_for_the_body(path: str, address: str) -> None:
+    with httpx.Client(base_url=address) as client:
+        for key in ("/page/x", "/v1/models/demo"):
+            path = path.replace(key, {"/page/x": "/page/index.html"}.get(key, key))
+        for _ in range(2):  # the connection goes on
+            get, head = client.get(path), client.head(path)
+            assert (head.status_code, head.content) == (get.status_code, b"")
+            assert head.status_code == 200
+            assert head.headers["content-type"] == get.headers["content-type"]
+    assert ask(app_of(access=Access(keys=(KEY,))), "HEAD", path).status_code == 401
+    assert ask(app_of(), "HEAD", path, host="evil.example").status_code == 403
+
+
+def test_head_of_what_get_does_not_give(address: str) -> None:
+    assert httpx.head(f"{address}/v1/completions").status_code == 405
+    assert httpx.head(f"{address}/page/x").status_code == 404
 
 
 def test_a_preflight_needs_no_key_but_an_allowed_origin() -> None:
@@ -167,6 +197,16 @@ def address() -> Iterator[str]:
     access = Access(max_body_bytes=1 << 20, body_s=1.0)
     with serving(app_of(access=access, max_tokens=3, max_running=8)) as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def large_bodies() -> Iterator[str]:
+    with serving(app_of(max_tokens=3)) as found:
+        yield found
+
+
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 @pytest.fixture(scope="module")
@@ -277,6 +317,85 @@ def test_a_body_is_bounded_in_size_and_time(address: str) -> None:
 
     found = httpx.post(f"{address}/v1/completions", content=slow(), headers=sent, timeout=30)
     assert found.status_code == 408
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings", "/detokenize"])
+@pytest.mark.parametrize(
+    "element", ["0", "-1", '"x"', "null", "[]", "{}", "[-1]", '["x"]', "1.5", '"\\""']
+)
+def test_a_million_wrong_elements_cost_what_they_weigh(
+    path: str, element: str, large_bodies: str
+) -> None:
+    lists = "[" + ",".join([element] * (1 << 20)) + "]"
+    names = "prompt", "input", "tokens", "content", "logit_bias", "stop"
+    data = "{" + ",".join(f'"{n}": {lists if n in names[:3] else "null"}' for n in names[:3]) + "}"
+    before, began = peak_mib(), time.process_time()
+    sent = {"content-type": "application/json"}
+    found = httpx.post(f"{large_bodies}{path}", content=data, headers=sent, timeout=120)
+    assert found.status_code in (400, 413), found.text[:200]
+    assert len(found.content) < 2000
+    assert time.process_time() - began < 8 and peak_mib() - before < 500
+
+
+def test_a_million_wrong_entries_cost_what_they_weigh(large_bodies: str) -> None:
+    began = time.process_time()
+    for names in ({f"k{i}": "x" for i in range(1 << 18)}, {str(i): "x" for i in range(1 << 18)}):
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            body = {"prompt": "x", "messages": VALID["messages"], "logit_bias": names}
+            found = httpx.post(f"{large_bodies}{path}", json=body, timeout=120)
+            assert found.status_code == 400 and len(found.content) < 2000
+    assert time.process_time() - began < 20
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b'{"content": "\xed\xa0\x80"}', 400),  # half a character, in bytes
+        (b'{"content": "\\ud83d"}', 400),
+        (b'{"content": "\\ude00\\ud83d"}', 400),
+        (b'{"content": "\\ud83d\\\\\\ude00"}', 400),
+        (b'{"content": "\\ud83d\\ud83d\\ude00"}', 400),
+        (b'{"content": "\\ud83d\\ude00\\ude00"}', 400),
+        ('{"content": "\\ud83d"}'.encode("utf-16"), 400),
+        ('{"content": "x"}'.encode("utf-16-le"), 400),
+        ('{"content": "x"}'.encode("utf-32"), 400),
+        (b'{"content": "\\ud83d\\ude00"}', 200),
+        (b'{"content": "\\\\ud83d"}', 200),
+        ('{"content": "\U0001f600"}'.encode(), 200),
+        (b'\xef\xbb\xbf{"content": "x"}', 200),
+        (b'{"content": "' + b"[{,}]" * 40_000 + b'"}', 200),
+        (b'{"content": "' + b'\\"[,' * 40_000 + b'"}', 200),
+        (b'{"content": "x", "more": [' + b'"\\\\",[],' * 110_000 + b"1]}", 413),
+    ],
+)
+def test_bodies_are_of_whole_characters_and_of_bounded_parts(
+    body: bytes, status: int, large_bodies: str
+) -> None:
+    sent = {"content-type": "application/json"}
+    found = httpx.post(f"{large_bodies}/tokenize", content=body, headers=sent, timeout=60)
+    assert found.status_code == status, found.text[:200]
+
+
+def test_what_is_turned_away_is_counted() -> None:
+    app = app_of(access=Access(keys=(KEY,), max_body_bytes=100))
+    with serving(app) as address:
+        key = {"x-api-key": KEY}
+        with httpx.Client(base_url=address) as client:
+            assert client.get("/health").status_code == 401
+            assert client.get("/health", headers={"host": "evil"}).status_code == 403
+            assert client.get("/nowhere", headers=key).status_code == 404
+            assert client.get("/tokenize", headers=key).status_code == 405
+            assert (
+                client.post("/tokenize", json={"content": "x" * 200}, headers=key).status_code
+                == 413
+            )
+            assert client.post("/tokenize", json={"content": 1}, headers=key).status_code == 400
+            requests = client.get("/status/data", headers=key).json()["requests"]
+            assert requests == {**dict.fromkeys(requests, 0), "invalid": 6}
+            assert (
+                'bitnet_requests_total{outcome="invalid"} 6.0'
+                in client.get("/metrics", headers=key).text
+            )
 
 
 def test_cve_2025_62164_nothing_from_the_wire_is_deserialised() -> None:

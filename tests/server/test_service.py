@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -34,6 +34,10 @@ def until(something: Callable[[], bool], seconds: float = 20) -> None:
     while not something():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def idle(app: Any, lm: Any) -> Callable[[], bool]:
@@ -295,6 +299,128 @@ def test_a_slow_reader_holds_nobody_up() -> None:
                 if line.startswith("data: {")
             )
         assert text == WORDS
+
+
+# Lengths ------------------------------------------------------------------------------------------
+
+
+MIB = 1 << 20
+LONG: dict[str, Callable[[str], dict[str, Any]]] = {
+    "/v1/chat/completions": chat,
+    "/v1/completions": lambda text: {"prompt": text},
+    "/v1/responses": lambda text: {"input": text},
+    "/v1/messages": lambda text: {**chat(text), "max_tokens": 3},
+    "/v1/messages/count_tokens": chat,
+    "/api/chat": chat,
+    "/api/generate": lambda text: {"prompt": text},
+    "/v1/embeddings": lambda text: {"input": text},
+    "/api/embed": lambda text: {"input": text, "truncate": False},
+    "/tokenize": lambda text: {"content": text},
+}
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[tuple[Any, str]]:
+    app = app_of(max_tokens=3)
+    with serving(app) as address:
+        yield app, address
+
+
+@pytest.mark.parametrize("path", LONG)
+@pytest.mark.parametrize("piece", ["<|im_end|>", "a ", "In the beginning", "\U0001f600"])
+def test_a_text_that_cannot_fit_costs_nothing(path: str, piece: str, demo: Any) -> None:
+    app, address = demo
+    body = LONG[path](piece * (12 * MIB // len(json.dumps(piece))))
+    before, began = peak_mib(), time.process_time()
+    found = httpx.post(f"{address}{path}", json=body, timeout=120)
+    assert found.status_code == 400, found.text[:300]
+    message = str(found.json())
+    assert "expected a" in message and len(message) < 500
+    assert time.process_time() - began < 8 and peak_mib() - before < 400
+    until(lambda: not (app.state.service.gate.running or app.state.service._reading.running))
+
+
+def test_truncated_texts_cost_no_more_and_stay_the_same(demo: Any) -> None:
+    _, address = demo
+    text = "In the beginning " * 40_000
+    url, before = f"{address}/api/embed", peak_mib()
+    long, short = (
+        httpx.post(url, json={"input": t + "God"}, timeout=120).json() for t in (text * 10, text)
+    )
+    assert long["embeddings"] == short["embeddings"]
+    assert long["prompt_eval_count"] == short["prompt_eval_count"] == 1024
+    assert peak_mib() - before < 400
+
+
+def test_few_texts_are_read_at_once(demo: Any, monkeypatch: Any) -> None:
+    """On all routes together, and also when nobody waits for it any more."""
+    app, address = demo
+    at_once, most, lock = 0, 0, threading.Lock()
+    real = app.state.service.catalog.find("").lm.tokenizer.check_length
+
+    def slow(text: str, length: int) -> None:
+        nonlocal at_once, most
+        with lock:
+            at_once += 1
+            most = max(most, at_once)
+        time.sleep(0.1)
+        real(text, length)
+        with lock:
+            at_once -= 1
+
+    tokenizer = app.state.service.catalog.find("").lm.tokenizer
+    monkeypatch.setattr(tokenizer, "check_length", slow)
+    paths = [path for path in LONG for _ in range(3)]
+
+    def one(path: str) -> int:
+        timeout = httpx.Timeout(60, read=0.05 if path == "/tokenize" else 60)
+        try:
+            return httpx.post(
+                f"{address}{path}", json=LONG[path]("In"), timeout=timeout
+            ).status_code
+        except httpx.ReadTimeout:
+            return 0
+
+    with concurrent.futures.ThreadPoolExecutor(len(paths)) as pool:
+        statuses = list(pool.map(one, paths))
+    assert set(statuses) <= {200, 0} and statuses.count(200) >= len(paths) - 3
+    assert most == 2
+    until(lambda: not app.state.service._reading.running)
+
+
+def test_others_go_on_while_a_long_text_is_read() -> None:
+    process, address = start()
+    try:
+        text = "And God said let there be light. " * 7000  # seconds
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            asked = pool.submit(
+                httpx.post, f"{address}/tokenize", json={"content": text}, timeout=60
+            )
+            slowest, looks = 0.0, 0
+            while not asked.done():
+                began = time.monotonic()
+                assert httpx.get(f"{address}/health").status_code == 200
+                slowest, looks = max(slowest, time.monotonic() - began), looks + 1
+            assert asked.result().status_code == 200 and asked.result().json()["count"] > 50_000
+            assert looks > 3
+    finally:
+        process.terminate()
+        assert process.wait(30) == 0
+
+
+def test_an_answer_that_ends_at_once_says_what_was_cached() -> None:
+    lm = bitnet_ops.load()
+    with serving(app_of({"demo": lm})) as address:
+        body = {"prompt": "In the beginning God created the heaven. " * 20, "max_tokens": 1}
+        for path, more in (
+            ("/v1/completions", {}),
+            ("/v1/completions", {"stop": ["e", "a", " ", "\n", "i", "o", "t", "s"]}),
+        ):
+            found = [
+                httpx.post(f"{address}{path}", json={**body, **more}, timeout=60).json()["usage"]
+                for _ in range(2)
+            ]
+            assert found[1]["prompt_tokens_details"]["cached_tokens"] > 100, more
 
 
 # Failures and ends -------------------------------------------------------------------------------

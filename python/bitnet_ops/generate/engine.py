@@ -125,7 +125,10 @@ class Engine:
     Keys and values of earlier prompts are kept as a prefix cache, which starts empty again when
     weights are replaced or changed in place. What is changed behind torch's back is not seen, for
     torch counts no change of `weight.data.mul_(2)`, nor of memory that numpy shares: write
-    `with torch.no_grad(): weight.mul_(2)`, or call `trim()` afterwards.
+    `with torch.no_grad(): weight.mul_(2)`, or call `trim()` afterwards. Nothing holds the weights
+    for a step: while one runs in another thread, in-place changes mix into its results, and memory
+    that is exchanged below a weight (`weight.data = ...`) may be read after it was freed. Exchange
+    weights between steps. A copy of an engine has no requests.
 
     Args:
         model: the model; never changed.

@@ -15,24 +15,28 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
+from itertools import islice
 from random import SystemRandom
 from typing import Any, Literal
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
 
 from bitnet_ops.generate.chat import END_OF_THOUGHT, THINK
-from bitnet_ops.generate.tokenizer_guard import TokenizerError, library_errors
+from bitnet_ops.generate.tokenizer_guard import TokenizerError, encoding
 
 _WRITTEN = ("content", "reasoning_content", "reasoning", "thinking")  # whole texts of a message
 # A template may make a token of a role.
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 _TAGS = re.compile(f"{THINK}|{END_OF_THOUGHT}")
 _MARKS, _ALIASES = range(0xE000, 0xF900), range(0xF0000, 0xFFFFE)  # private use
+_BETWEEN = "\U0010ffff"  # no character
 _ALIAS = 3  # characters at least, drawn at random: nobody writes one by chance or by guessing
 _LONGEST = 256  # longer tokens are not looked for in halves
+_MOST_WRITTEN = 100_000  # special tokens in what is given: each takes a hundred times its length
 # text: of a message; answer: of the model's, thoughts between tags; name: any other, keys too;
 # word: one of the template's own, in which whole tokens alone are marked.
 _Kind = Literal["text", "answer", "name", "word"]
@@ -68,11 +72,14 @@ class GivenText:
         """
         found: dict[tuple[str, _Kind], list[tuple[int, int]]] = {}
         words = frozenset(re.findall(r"\w+", template))
+        left = _MOST_WRITTEN
 
         def find(text: str, kind: _Kind) -> str:
+            nonlocal left
             own = kind == "name" and text in words
-            if spans := self._spans(text, "word" if own else kind):
+            if spans := self._spans(text, "word" if own else kind, left):
                 found[text, kind] = spans
+                left -= len(spans)
             return text
 
         _each_text(given, find)
@@ -90,11 +97,16 @@ class GivenText:
 
         return _each_text(given, put), marks
 
-    def _spans(self, text: str, kind: _Kind) -> list[tuple[int, int]]:
-        """Where characters are to be marked."""
+    def _spans(self, text: str, kind: _Kind, most: int = _MOST_WRITTEN) -> list[tuple[int, int]]:
+        """Where characters are to be marked, in `most` places."""
         if not self._names:
             return []
-        spans = [match.span() for match in self._pattern.finditer(text)]
+        matches = islice(self._pattern.finditer(text), most + 1)
+        if len(spans := [match.span() for match in matches]) > most:
+            raise TokenizerError(
+                f"tokenizer: expected at most {_MOST_WRITTEN:,} special tokens written out in "
+                "texts, got more; leave them out"
+            )
         if self._normalized:
             spans += [(begin, end) for _, begin, end in self._special(text)]
         if kind != "word":
@@ -127,13 +139,26 @@ class GivenText:
 
     def _special(self, text: str) -> Iterator[tuple[int, int, int]]:
         """Special tokens that the tokenizer finds: (id, begin, end), without space around them."""
-        with library_errors("text (str)"):
-            found = self._backend.encode(text, add_special_tokens=False)
-        for i, (begin, end) in zip(found.ids, found.offsets, strict=True):
-            if i in self._tokens:
+        finder, ids = self._finder
+        found = encoding(finder, text, False)
+        for place, (begin, end) in zip(found.ids, found.offsets, strict=True):
+            if (i := ids.get(place)) is not None:
                 inner = text[begin:end]
                 at = begin + len(inner) - len(inner.lstrip())
                 yield i, at, at + len(inner.strip()) if inner.strip() else end
+
+    @cached_property
+    def _finder(self) -> tuple[Backend, dict[int, int]]:
+        """What finds added tokens alone, and the special token of each of its ids.
+
+        To it whatever stands between two is one token: a text of marks has many thousands.
+        """
+        finder = Backend(WordLevel({_BETWEEN: 0}, unk_token=_BETWEEN))
+        if self._backend.normalizer is not None:
+            finder.normalizer = self._backend.normalizer
+        added = self._backend.get_added_tokens_decoder()
+        finder.add_tokens([token for _, token in sorted(added.items())])
+        return finder, {finder.token_to_id(t.content): i for i, t in self._tokens.items()}
 
     def read(self, marked: str, marks: Marks) -> ChatText:
         """What a template made of marked texts."""
@@ -153,7 +178,7 @@ class GivenText:
     def encode(self, text: str) -> list[int]:
         """The ids of a text without special tokens."""
         backend = self._reader[0] if self._spans(text, "word") else self._backend
-        return list(backend.encode(text, add_special_tokens=False).ids)
+        return list(encoding(backend, text, False).ids)
 
     @cached_property
     def _reader(self) -> tuple[Backend, dict[int, str], dict[int, int]]:
@@ -219,7 +244,7 @@ class ChatText:
 
     def ids(self) -> list[int]:
         """The ids of the whole text; no special token is added."""
-        return self._read()[0]
+        return self._ids(self._read())
 
     def ids_from(self, start: int) -> list[int] | None:
         """The ids from the character `start` on, cut as the whole text is cut.
@@ -228,23 +253,26 @@ class ChatText:
         """
         if not self._same:
             return None
-        ids, offsets = self._read()
+        found = self._read()
+        ids, offsets = self._ids(found), found.offsets
         for i, (begin, _) in enumerate(offsets):
             if begin >= start:
                 return None if i > 0 and offsets[i - 1][1] > start else ids[i:]
         return None
 
-    def _read(self) -> tuple[list[int], Sequence[tuple[int, int]]]:
-        with library_errors("text (str)"):
-            found = self._backend.encode(self._coded, add_special_tokens=False)
+    def _read(self) -> Any:
+        return encoding(self._backend, self._coded, False)
+
+    def _ids(self, found: Any) -> list[int]:
+        ids = list(found.ids)
         if self._tokens:
-            if sum(i in self._tokens for i in found.ids) != self._count:
+            if sum(i in self._tokens for i in ids) != self._count:
                 raise TokenizerError(
                     "tokenizer: expected one that leaves private-use characters as they are, got "
                     "one that changes them; leave special tokens out of messages"
                 )
-            return [self._tokens.get(i, i) for i in found.ids], found.offsets
-        return list(found.ids), found.offsets
+            return [self._tokens.get(i, i) for i in ids]
+        return ids
 
 
 def _each_text(given: Mapping[str, Any], do: Callable[[str, _Kind], str]) -> dict[str, Any]:

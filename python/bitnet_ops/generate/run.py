@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from bitnet_ops.errors import counted
 from bitnet_ops.generate.request import Event, Failed, NewToken, Request
@@ -150,6 +150,13 @@ class Run:
         if self._queued:
             self._engine._abandon(list(self._rows))
         self._rows.clear()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """What copy and pickle call. Nobody would compute a copy's requests."""
+        raise TypeError(
+            "run: expected a run that stays what it is, got a copy, which nobody would compute; "
+            "begin another one, or copy its generations"
+        )
 
     def __del__(self) -> None:
         if getattr(self, "_rows", None):

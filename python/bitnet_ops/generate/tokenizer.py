@@ -8,7 +8,7 @@ end is rejected (tokenizer_guard.py).
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,17 @@ from bitnet_ops.generate.given_text import ChatText, GivenText
 from bitnet_ops.generate.tokenizer_guard import (
     MOST_BYTES,
     MOST_TOKEN,
+    TextLengthError,
     TokenizerError,
+    bytes_of_token,
     check_backend,
+    encoding,
     library_errors,
+    most_bytes_of_token,
 )
 from bitnet_ops.untrusted import UntrustedFileError, read_json_object, read_text
 
-__all__ = ["ChatTemplateError", "Tokenizer", "TokenizerError"]
+__all__ = ["ChatTemplateError", "TextLengthError", "Tokenizer", "TokenizerError"]
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -40,6 +44,7 @@ END_TOKENS = frozenset(
     <|end_of_text|> <|end_of_turn|> <|turn_end|> <|eos|> <end_of_turn> <turn|> <end_of_utterance>
     <EOT> _<EOT> [EOT] [EOS] <\uff5cend\u2581of\u2581sentence\uff5c>""".split()
 )
+_PIECE = 1 << 18  # characters that are read at once in order to know whether a text is too long
 _QUESTION, _ANSWER = "What is it?", "It is a lighthouse."
 
 
@@ -111,13 +116,40 @@ class Tokenizer:
 
         `add_special_tokens` lets the tokenizer add those it was trained with, such as `<s>`.
         """
-        with library_errors("text (str)"):
-            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        return list(encoding(self._backend, text, add_special_tokens).ids)
 
     def encode_plain(self, text: str) -> list[int]:
         """The ids of `text`, in which special tokens written out are plain text."""
         with library_errors("text (str)"):
             return self._given_text.encode(text)
+
+    def check_length(self, text: str, most: int) -> None:
+        """Raise TextLengthError for a text that certainly has more than `most` tokens.
+
+        By its length alone, or by counting pieces of it, so that reading it whole takes memory for
+        some times `most` tokens.
+        """
+        size = len(text.encode("utf-8", "surrogatepass"))
+        if size <= most * self._bytes_a_token:
+            found, starts = 0, range(0, len(text) if len(text) > _PIECE else 0, _PIECE)
+            while starts and found <= 2 * most:  # pieces have some more than the whole
+                found += len(encoding(self._backend, text[starts[0] : starts[0] + _PIECE], False))
+                starts = starts[1:]
+            if found <= 2 * most:
+                return
+        raise TextLengthError(
+            f"tokenizer: expected a text of at most {most} tokens, got {size:,} bytes, which are "
+            "more; shorten it"
+        )
+
+    def shortened(self, text: str, most: int) -> str:
+        """`text` without its middle, if its first `most` tokens and its last one stay the same."""
+        ends = 2 * max(_PIECE, most * self._bytes_a_token)  # characters
+        return text if len(text) <= 2 * ends else text[:ends] + text[-ends:]
+
+    @cached_property
+    def _bytes_a_token(self) -> int:
+        return most_bytes_of_token(self._backend)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD.
@@ -136,6 +168,25 @@ class Tokenizer:
                 "the tokenizer belongs to another model"
             )
         return str(token)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 that a token stands for, which may be a part of a character's, and the space
+        before a word; of a special token its name, of an id above the vocabulary nothing.
+
+        All of a text's together are the text, but for a space that the tokenizer puts before it.
+        """
+        token = self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+        if token is None or token_id in self._added:
+            return (token or "").encode()
+        return self._bytes_of(str(token))
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        return frozenset(self._backend.get_added_tokens_decoder())
+
+    @cached_property
+    def _bytes_of(self) -> Callable[[str], bytes]:
+        return bytes_of_token(self._backend)
 
     def token_id(self, token: str) -> int | None:
         """The id of a vocabulary entry, None if there is none."""
@@ -201,14 +252,23 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final: bool = False,
+        most_tokens: int | None = None,
     ) -> ChatText:
         """The text of `render_chat(...)`, which knows its ids.
 
         The special tokens among them are those that the template writes: where one is written out
         in what is given, in any text of it, it is read as plain text. continue_final: the text ends
-        with that of the last message, which an answer is to continue.
+        with that of the last message, which an answer is to continue. `most_tokens`: raises
+        TextLengthError, before the work, where there are certainly more.
         """
         template, given = self._given(messages, tools, chat_template_kwargs)
+
+        def check(text: str) -> None:
+            if most_tokens is not None:
+                self.check_length(text, most_tokens)
+
+        for message in given["messages"]:  # what a template says again, it says whole
+            check(message["content"] or "")
         end = ""
         if continue_final:
             *before, last = given["messages"]
@@ -224,6 +284,7 @@ class Tokenizer:
                     "chat: expected a chat template that writes the last message as it is, to "
                     "continue it, got one that does not; end with a message of the user"
                 )
+        check(text if marks is None else marks.take_back(text))
         if marks is None:
             return ChatText(text, self._backend)
         return self._given_text.read(text, marks)

@@ -12,10 +12,15 @@ import base64
 import binascii
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.untrusted.patterns import check_limits
@@ -81,6 +86,10 @@ class TokenizerError(BitNetError, ValueError):
     """A tokenizer that is missing or broken, or an id it does not have."""
 
 
+class TextLengthError(TokenizerError):
+    """A text that has more tokens than there is room for."""
+
+
 @contextlib.contextmanager
 def library_errors(expected: str) -> Iterator[None]:
     """What comes out of the tokenizers library, panics included, as one line."""
@@ -90,6 +99,19 @@ def library_errors(expected: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise TokenizerError(f"tokenizer: expected {expected}, got: {error}") from None
+
+
+def encoding(backend: Backend, text: str, add_special_tokens: bool) -> Any:
+    """`text` as ids and offsets.
+
+    Where TOKENIZERS_PARALLELISM is set, as the server sets it, other threads go on meanwhile:
+    `encode` holds Python's lock, a batch does not, but without that variable it starts threads of
+    its own, and a process that is forked afterwards would complain.
+    """
+    with library_errors("text (str)"):
+        if "TOKENIZERS_PARALLELISM" in os.environ:
+            return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        return backend.encode(text, add_special_tokens=add_special_tokens)
 
 
 def check_backend(backend: Backend) -> None:
@@ -134,6 +156,81 @@ def _check_part(backend: Backend, part: str, known: Mapping[str, float]) -> floa
     if added > _MOST_ADDED:
         raise ValueError(f"at most {_MOST_ADDED} ids around a text, got {added}")
     return growth
+
+
+def most_bytes_of_token(backend: Backend) -> int:
+    """How many bytes of a text a token stands for, at most.
+
+    Exactly so where every byte ends in some token. Where parts of a text are left out, or any
+    number of letters may become one unknown token, it is at least 64, which no text of people comes
+    near on average.
+    """
+    steps = [step for part in ("normalizer", "pre_tokenizer") for step in _steps(backend, part)]
+    by_letter, vocabulary = any(s["type"] == "ByteLevel" for s in steps), backend.get_vocab()
+    added = backend.get_added_tokens_decoder().values()
+    longest = max((len(t) if by_letter else len(t.encode()) for t in vocabulary), default=1)
+    longest = max([longest, *(len(token.content.encode()) for token in added)])
+    letters = ByteLevel.alphabet() if by_letter else [f"<0x{byte:02X}>" for byte in range(256)]
+    whole = isinstance(backend.model, BPE) and (by_letter or backend.model.byte_fallback)
+    shrinks = [_shrinks(step) for step in steps]
+    if (
+        not (whole and vocabulary.keys() >= set(letters))
+        or None in shrinks
+        or any(token.lstrip or token.rstrip for token in added)
+    ):
+        return max(longest, 64)
+    return longest * math.prod(s for s in shrinks if s is not None)
+
+
+_SHRINKS = {  # how many bytes may become one
+    **dict.fromkeys(("Sequence", "ByteLevel", "Prepend", "Digits", "Metaspace"), 1),
+    **dict.fromkeys(("UnicodeScripts", "FixedLength"), 1),
+    **dict.fromkeys(("NFC", "NFD", "Lowercase"), 3),  # the Kelvin sign; a syllable of Hangul
+    **dict.fromkeys(("NFKC", "NFKD"), 4),  # mathematical letters
+}
+
+
+def _shrinks(step: Mapping[str, Any]) -> int | None:
+    """How many bytes of a text this step makes one of, at most; None: any number."""
+    kind, pattern = step["type"], step.get("pattern")
+    if kind in ("Split", "Punctuation"):
+        return None if step.get("behavior") == "Removed" else 1
+    if kind == "Replace" and isinstance(pattern, Mapping) and pattern.get("String"):
+        content = str(step.get("content")).encode()
+        return math.ceil(len(pattern["String"].encode()) / len(content)) if content else None
+    return _SHRINKS.get(kind)
+
+
+def bytes_of_token(backend: Backend) -> Callable[[str], bytes]:
+    """What gives the bytes of a token of the vocabulary, as the decoder reads it."""
+    steps = list(_steps(backend, "decoder"))
+    kinds = {step["type"] for step in steps}
+    spaces = [step["replacement"] for step in steps if step["type"] == "Metaspace"]
+    spaces += [step["suffix"] for step in steps if step["type"] == "BPEDecoder"]
+    patterns = [(step["pattern"], step["content"]) for step in steps if step["type"] == "Replace"]
+    texts = [(space, " ") for space in spaces]
+    texts += [(p["String"], content) for p, content in patterns if "String" in p]
+    prefixes = [step["prefix"] for step in steps if step["type"] == "WordPiece"]
+
+    def read(token: str) -> bytes:
+        if "ByteLevel" in kinds and all(letter in _BYTES for letter in token):
+            return bytes(_BYTES[letter] for letter in token)
+        if "ByteFallback" in kinds and (byte := re.fullmatch("<0x([0-9A-F]{2})>", token)):
+            return bytes.fromhex(byte[1])
+        for old, new in texts:
+            token = token.replace(old, new)
+        for prefix in prefixes:
+            token = token[len(prefix) :] if token.startswith(prefix) else f" {token}"
+        return token.encode()
+
+    return read
+
+
+# The letter of each byte in tokens of bytes, as GPT-2 has it: those that print are themselves.
+_PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTES = {chr(byte): byte for byte in _PRINTED} | {
+    chr(256 + at): byte for at, byte in enumerate(sorted(set(range(256)).difference(_PRINTED)))
+}
 
 
 def is_known(backend: Backend) -> bool:

@@ -136,7 +136,8 @@ def _explain_a_wrong_type(name: str, error: RuntimeError) -> None:
 
 def _require_one_device(name: str, args: tuple[Any, ...]) -> None:
     """A meta tensor among CPU tensors is dispatched here, where it would pass for a result."""
-    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    given = [one for arg in args for one in (arg if isinstance(arg, list | tuple) else (arg,))]
+    tensors = [one for one in given if isinstance(one, Tensor)]
     for tensor in tensors[1:]:
         if tensor.device != tensors[0].device:
             raise RuntimeError(

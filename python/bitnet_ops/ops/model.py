@@ -284,7 +284,8 @@ def bind_program(program: str, names: str, tensors: list[Tensor]) -> Tensor:
     A program is a listing of blocks, one a line, `kind key=value ...`, whose names stand for
     tensors: docs/reference/program.md lists the kinds of lines and their keys. The tensors stay
     alive until `release_program`. Values that change in place are seen by the next step, and so is
-    memory that is exchanged below a tensor (`tensor.data = ...`).
+    memory that is exchanged below a tensor (`tensor.data = ...`) between steps; while one runs in
+    another thread, memory that was freed may be read.
 
     Args:
         program: the listing.

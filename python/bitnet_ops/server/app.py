@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import reprlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ _PAGE_HEADERS = {
     "form-action 'none'",
     "Cache-Control": "no-cache",
 }
+_SHORT = reprlib.Repr()  # a value may be as large as a body
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 80, 80
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 
 
@@ -74,7 +77,7 @@ def make_app(
     app.add_exception_handler(RequestValidationError, _say_invalid)
     app.add_exception_handler(HTTPException, _say_http)
     app.add_exception_handler(Exception, _say_failure)
-    app.add_middleware(Guard, access=access or Access())
+    app.add_middleware(Guard, access=access or Access(), count=service.metrics.answered)
     return app
 
 
@@ -130,9 +133,7 @@ def _add_page(app: FastAPI) -> None:
 
 async def _say_error(request: Request, error: Any) -> Any:
     service: Service = request.app.state.service
-    if error.status == 429:
-        service.metrics.ended("rejected")
-    return error_response(request.url.path, error, service.gate.retry_after)
+    return error_response(request.scope["path"], error, service.gate.retry_after)
 
 
 async def _say_ours(request: Request, error: Any) -> Any:
@@ -144,24 +145,23 @@ async def _say_invalid(request: Request, error: Any) -> Any:
     first = error.errors()[0]
     place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
     field = ".".join(place)
-    found = str(first.get("input"))[:80]
-    message = f"server: {field or 'body'}: {first['msg']}, got {found!r}"
+    message = f"server: {field or 'body'}: {first['msg']}, got {_SHORT.repr(first.get('input'))}"
     return await _say_error(request, AskError(message, field=field or None))
 
 
 async def _say_http(request: Request, error: Any) -> Any:
+    path = request.scope["path"]
     words = {404: "a route that exists", 405: "another method"}
     expected = words.get(error.status_code, str(error.detail))
-    message = f"server: expected {expected}, got {request.method} {request.url.path[:80]}"
+    message = f"server: expected {expected}, got {request.method} {path[:80]}"
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    response = error_response(
-        request.url.path, AskError(message, status=error.status_code, code=code)
-    )
+    response = error_response(path, AskError(message, status=error.status_code, code=code))
     response.headers.update(error.headers or {})
     return response
 
 
 async def _say_failure(request: Request, error: Any) -> Any:
-    _LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    path = request.scope["path"]
+    _LOG.error("%s %s failed", request.method, path, exc_info=error)
     message = "server: expected no failure, got one of our own; see the server's log"
-    return error_response(request.url.path, AskError(message, status=500, code="internal"))
+    return error_response(path, AskError(message, status=500, code="internal"))

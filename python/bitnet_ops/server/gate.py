@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 
 from bitnet_ops.errors import counted
 from bitnet_ops.server.exchange import AskError
@@ -106,6 +107,25 @@ class Gate:
                     del queue[client]
                 self.waiting -= ticket.answers
                 self._begin(ticket)
+
+
+class Client:
+    """Who asks, for the time of one request.
+
+    What it holds is given back when the request is over, whichever way it ends: a place must not
+    depend on whether an answer, or what sends it, has begun.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._held: list[Callable[[], None]] = []
+
+    def hold(self, give_back: Callable[[], None]) -> None:
+        self._held.append(give_back)
+
+    def leave(self) -> None:
+        while self._held:
+            self._held.pop()()
 
 
 class Ticket:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from bitnet_ops.server.exchange import AskError
+from bitnet_ops.server.gate import Client
 from bitnet_ops.server.service import Service
 
 T = TypeVar("T")
-_STALL_S = 120.0  # that a client may leave what it was sent unread
-_LOOK_S = 5.0
 
 
 def service_of(request: Request) -> Service:
@@ -26,28 +24,26 @@ def service_of(request: Request) -> Service:
     return found
 
 
-def client_of(request: Request) -> str:
-    """Who asks: the number of the key, or the address."""
-    key = request.scope.get("bitnet.key")
-    return f"key {key}" if key is not None else request.client.host if request.client else ""
+def client_of(request: Request) -> Client:
+    """Who asks. The layer around the app has made it, and ends what it holds with the request."""
+    found = request.scope["bitnet.client"]
+    assert isinstance(found, Client)
+    return found
 
 
 class EventStream(Response):
-    """A stream of chunks that ends, and ends its source, when nobody reads it any more."""
+    """A stream of chunks that ends when nobody reads it any more."""
 
     def __init__(self, chunks: AsyncIterator[bytes], media_type: str = "text/event-stream") -> None:
         super().__init__(media_type=media_type, headers={"Cache-Control": "no-store"})
         del self.headers["content-length"]
-        self._chunks, self._sending_since = chunks, float("inf")
+        self._chunks = chunks
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         pump = asyncio.ensure_future(self._pump(send))
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
-            while not pump.done() and not gone.done():
-                await asyncio.wait({pump, gone}, timeout=_LOOK_S, return_when="FIRST_COMPLETED")
-                if time.monotonic() - self._sending_since > _STALL_S:
-                    break
+            await asyncio.wait({pump, gone}, return_when="FIRST_COMPLETED")
         finally:
             gone.cancel()
             if not pump.done():
@@ -55,38 +51,42 @@ class EventStream(Response):
             with contextlib.suppress(asyncio.CancelledError, OSError):
                 await pump
 
-    async def _pump(self, send: Any) -> None:
-        try:
-            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-            await self._send(send, start)
-            async for chunk in self._chunks:
-                message = {"type": "http.response.body", "body": chunk, "more_body": True}
-                await self._send(send, message)
-            await self._send(send, {"type": "http.response.body", "body": b""})
-        finally:
-            await self._chunks.aclose()  # type: ignore[attr-defined]
-
-    async def _send(self, send: Any, message: Mapping[str, Any]) -> None:
-        self._sending_since = time.monotonic()
-        await send(message)
-        self._sending_since = float("inf")
+    async def _pump(self, send: Callable[[dict[str, Any]], Coroutine[Any, Any, None]]) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        async with contextlib.aclosing(self._chunks) as chunks:  # type: ignore[type-var]
+            async for chunk in chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client goes."""
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | Response:
+    """The result of `work`, which is cancelled when the client goes.
+
+    A dict as a response, which FastAPI does not walk through: of many logprobs that takes seconds.
+    """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request.receive))
     try:
         await asyncio.wait({task, gone}, return_when="FIRST_COMPLETED")
         if not task.done():
             raise AskError("server: the client has gone", status=499, code="cancelled")
-        return task.result()
+        result = task.result()
+        return JSONResponse(result) if isinstance(result, dict) else result
     finally:
         gone.cancel()
         if not task.done():
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, AskError):
                 await task
+
+
+def json_of(head: Mapping[str, Any], name: str, items: Iterable[Any]) -> Response:
+    """`head` with a list `name` of items, which are written one by one: millions of numbers hold up
+    other threads, such as the event loop's, for no longer than one item."""
+    encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+    data = ",".join(map(encode, items))
+    return Response(f"{encode({**head, name: []})[:-2]}{data}]}}", media_type="application/json")
 
 
 async def _disconnected(receive: Any) -> None:

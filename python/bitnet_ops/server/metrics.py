@@ -17,13 +17,14 @@ INTERVAL_S, _POINTS = 2.0, 150
 class Metrics:
     """Counts since the start. For the event loop alone.
 
-    Attributes: `requests` by outcome; `generated`, `prompt` and `cached` tokens, the last spared by
-    the prefix cache.
+    Attributes: `requests` by outcome: answers that are "ok", "error" or "cancelled", and requests
+    that are "rejected" for want of a place, or "invalid" (another status from 400 to 498);
+    `generated`, `prompt` and `cached` tokens, the last spared by the prefix cache.
     """
 
     def __init__(self) -> None:
         self.started = time.time()
-        self.requests = dict.fromkeys(("ok", "error", "cancelled", "rejected"), 0)
+        self.requests = dict.fromkeys(("ok", "error", "cancelled", "rejected", "invalid"), 0)
         self.generated = self.prompt = self.cached = 0
         self._history: deque[tuple[int, int]] = deque(maxlen=_POINTS)  # tokens in each interval
         self._before = 0, 0
@@ -67,6 +68,11 @@ class Metrics:
     def ended(self, outcome: str) -> None:
         self.requests[outcome] += 1
         self._outcomes.labels(outcome).inc()
+
+    def answered(self, status: int) -> None:
+        """A response of this status has begun."""
+        if 400 <= status < 499:
+            self.ended("rejected" if status == 429 else "invalid")
 
     def first_token(self, seconds: float, prompt: int, cached: int) -> None:
         """A prompt of so many tokens, some of them cached, has its first token."""

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from bitnet_ops.generate.given_text import ChatText
-from bitnet_ops.generate.tokenizer import ChatTemplateError, TokenizerError
+from bitnet_ops.generate.tokenizer import (
+    ChatTemplateError,
+    TextLengthError,
+    Tokenizer,
+    TokenizerError,
+)
 from bitnet_ops.server.catalog import Served, infill_ids
 from bitnet_ops.server.exchange import Ask, AskError
 from bitnet_ops.server.placing import read_placed
@@ -32,20 +37,25 @@ def make_prompt(served: Served, ask: Ask) -> Prompt:
     shape, text = AnswerShape(ask, served.lm.tokenizer, served.grammars), ""
     try:
         if ask.messages is not None:
-            chat = read_chat(served, ask, shape)
+            chat = read_chat(served, ask, shape, served.context_length)
             text, ids = chat.text, chat.ids()
         else:
             ids = _text_ids(served, ask)
     except ChatTemplateError as error:
         raise AskError(str(error), field="messages") from None
+    except TextLengthError as error:
+        raise _too_long(served, ask, str(error).partition(", got ")[2]) from None
     except TokenizerError as error:
         raise AskError(str(error), field="prompt") from None
     _check(served, ask, ids)
     return Prompt(ids, text, shape)
 
 
-def read_chat(served: Served, ask: Ask, shape: AnswerShape) -> ChatText:
-    """The conversation through the chat template; raises ChatTemplateError, TokenizerError."""
+def read_chat(served: Served, ask: Ask, shape: AnswerShape, most_tokens: int) -> ChatText:
+    """The conversation through the chat template; raises ChatTemplateError, TokenizerError.
+
+    most_tokens: where there are certainly more, TextLengthError is raised before the work.
+    """
     options = template_options(served, ask)
 
     def read(messages: Sequence[Mapping[str, Any]]) -> ChatText:
@@ -54,6 +64,7 @@ def read_chat(served: Served, ask: Ask, shape: AnswerShape) -> ChatText:
             tools=shape.tools,
             chat_template_kwargs=options,
             continue_final=ask.continues,
+            most_tokens=most_tokens,
         )
 
     return read_placed(read, shape.messages)
@@ -69,12 +80,16 @@ def _check(served: Served, ask: Ask, ids: list[int]) -> None:
             field="prompt",
         )
     if len(ids) + (ask.max_tokens != 0) > context:
-        raise AskError(
-            f"server: expected a prompt shorter than the model's context of {context} tokens, got "
-            f"{len(ids)}; shorten the conversation",
-            field="messages" if ask.messages is not None else "prompt",
-            code="context_length_exceeded",
-        )
+        raise _too_long(served, ask, f"{len(ids)}; shorten the conversation")
+
+
+def _too_long(served: Served, ask: Ask, got: str) -> AskError:
+    return AskError(
+        "server: expected a prompt shorter than the model's context of "
+        f"{served.context_length} tokens, got {got}",
+        field="messages" if ask.messages is not None else "prompt",
+        code="context_length_exceeded",
+    )
 
 
 def template_options(served: Served, ask: Ask) -> dict[str, Any]:
@@ -95,6 +110,8 @@ def _text_ids(served: Served, ask: Ask) -> list[int]:
     if not isinstance(prompt, str):
         return list(prompt)
     tokenizer = served.lm.tokenizer
+    for text in (prompt, ask.suffix or ""):
+        tokenizer.check_length(text, served.context_length)
     if not ask.suffix:
         ids = tokenizer.encode(prompt)
         start = served.lm.config.bos_token_id
@@ -110,3 +127,20 @@ def _text_ids(served: Served, ask: Ask) -> list[int]:
     before = tokenizer.encode(prompt, add_special_tokens=False)
     behind = tokenizer.encode(ask.suffix, add_special_tokens=False)
     return [prefix, *before, suffix, *behind, middle]
+
+
+def encode_within(
+    tokenizer: Tokenizer, text: str | Sequence[int], most: int, truncate: bool
+) -> list[int]:
+    """The ids of a text that has at most `most`, or, truncated, `most` of them with the last one.
+
+    Raises TextLengthError for one that certainly has more.
+    """
+    if not isinstance(text, str):
+        ids = list(text)
+    elif not truncate:
+        tokenizer.check_length(text, most)
+        ids = tokenizer.encode(text)
+    else:
+        ids = tokenizer.encode(tokenizer.shortened(text, most))
+    return ids if len(ids) <= most or not truncate else [*ids[: most - 1], ids[-1]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import uvicorn
 
 from bitnet_ops.language_model import LanguageModel
+from bitnet_ops.server import connection
 from bitnet_ops.server.app import make_app
 from bitnet_ops.server.catalog import Catalog
 from bitnet_ops.server.security import Access
@@ -75,6 +77,8 @@ def serve(
         limits: of ServiceOptions.
     Raises what `load` raises.
     """
+    # before any: so reading a long text lets other threads go on (see tokenizer_guard.encoding)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="bitnet-ops: %(message)s")
     logging.getLogger("uvicorn.access").setLevel(logging.INFO if log_requests else logging.ERROR)
     failed: list[BaseException] = []
@@ -103,14 +107,12 @@ def serve(
     service: Service = app.state.service
     config = uvicorn.Config(
         app,
-        http="httptools",
         loop="asyncio",
         log_config=None,
         access_log=log_requests,
         server_header=False,
-        timeout_keep_alive=30,
         timeout_graceful_shutdown=max(1, round(drain_s)),
-        limit_concurrency=2048,
+        **connection.options(),
     )
     server = _Server(config, service.refuse)
     asyncio.run(server.serve(sockets=[listener]))

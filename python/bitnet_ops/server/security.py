@@ -4,7 +4,8 @@
   of any user. Keys are compared in constant time.
 - A page of another site can make a browser send requests here, and by DNS rebinding under a name of
   its own: so Host has to be a name of this server, and Origin, where it is sent, this server's.
-- A body is at most so long and has to come within some seconds.
+- A body is at most so long, all of them together are, and each has to come within some seconds; the
+  key is looked at before. What comes before a body is bounded in connection.py.
 """
 
 from __future__ import annotations
@@ -13,19 +14,23 @@ import asyncio
 import base64
 import binascii
 import hmac
-import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 from bitnet_ops.machine import is_loopback
 from bitnet_ops.server.exchange import AskError
+from bitnet_ops.server.gate import Client
 from bitnet_ops.server.http import error_response
 
-_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # it may be followed by the other half
+_HALF = re.compile(  # the first one without the second, or the second without the first
+    rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]", re.DOTALL
+)
+_SMALL = 256 << 10  # a body that always has room
+_MOST_VALUES, _MOST_GROUPS = 1 << 20, 100_000
 _HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -39,21 +44,26 @@ class Access:
 
     keys: one of which every request has to bring; none: everybody may ask. hosts: names under which
     the server is asked, besides localhost; None: any. origins: of other pages that may ask, such as
-    "https://example.org", or "*". max_body_bytes, body_s: of a request's body.
+    "https://example.org", or "*". max_body_bytes, body_s: of a request's body. max_bodies_bytes: of
+    those of all requests that are here, but for short ones.
     """
 
     keys: Sequence[str] = ()
     hosts: frozenset[str] | None = field(default_factory=frozenset)
     origins: frozenset[str] = frozenset()
     max_body_bytes: int = 16 << 20
+    max_bodies_bytes: int = 128 << 20
     body_s: float = 60.0
 
 
 class Guard:
-    """The layer, as ASGI has it."""
+    """The layer, as ASGI has it. `count` is called with the status of every response."""
 
-    def __init__(self, app: Any, access: Access) -> None:
-        self._app, self._access = app, access
+    def __init__(
+        self, app: Any, access: Access, count: Callable[[int], None] = lambda status: None
+    ) -> None:
+        self._app, self._access, self._count = app, access, count
+        self._bodies = 0  # bytes of all that are here
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -62,32 +72,42 @@ class Guard:
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         origin = headers.get(b"origin")
         cross = origin is not None and origin in self._allowed(origin)
+        more = [*_HEADERS[:2], *_cors(origin)] if cross else list(_HEADERS)
+        head = scope["method"] == "HEAD"  # what GET gives, but for the body
+
+        async def say(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                self._count(message["status"])
+                await send({**message, "headers": [*message.get("headers", ()), *more]})
+                if head:
+                    await send({"type": "http.response.body", "body": b""})
+            elif not head:
+                await send(message)
+
+        if head:
+            scope = {**scope, "method": "GET"}
+        client = Client(scope["client"][0] if scope.get("client") else "")
         try:
             self._check_host(headers.get(b"host", ""))
             self._check_origin(headers, origin)
             if cross and scope["method"] == "OPTIONS":  # a preflight brings no key
-                await _preflight(scope, origin, send)
+                await _preflight(scope, say)
                 return
-            scope["bitnet.key"] = self._check_key(headers)
-            body = await self._body(headers.get(b"content-length"), receive)
+            key = self._check_key(headers)
+            if key is not None:
+                client.name = f"key {key}"
+            body = await self._body(headers.get(b"content-length"), receive, client)
+            scope["bitnet.client"] = client
+            await self._app(scope, _replayed(body, receive), say)
         except AskError as error:
             response = error_response(scope["path"], error)
             if error.status == 401:
                 page = "text/html" in headers.get(b"accept", "")
                 challenge = 'Basic realm="bitnet-ops: the key as password"' if page else "Bearer"
                 response.headers["WWW-Authenticate"] = challenge
-            await response(scope, receive, send)
-            return
-        more = list(_HEADERS)
-        if cross:
-            more = [*_HEADERS[:2], *_cors(origin)]
-
-        async def send_more(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), *more]}
-            await send(message)
-
-        await self._app(scope, _replayed(body, receive), send_more)
+            await response(scope, receive, say)
+        finally:
+            client.leave()
 
     def _allowed(self, origin: str) -> Sequence[str]:
         origins = self._access.origins
@@ -97,7 +117,7 @@ class Guard:
         if self._access.hosts is None:
             return
         name = _host_name(host)
-        if not (is_loopback(name) or name in self._access.hosts):
+        if not (is_loopback(name) or name in map(str.lower, self._access.hosts)):
             raise AskError(
                 f"server: expected a Host that is this server's, got {host[:80]!r}; start it with "
                 "--allow-host NAME if people reach it by that name",
@@ -112,7 +132,11 @@ class Guard:
             ):
                 raise _origin_error("another site's page")
             return
-        if self._allowed(origin) or urlsplit(origin).netloc == headers.get(b"host"):
+        try:
+            own = urlsplit(origin).netloc.lower() == headers.get(b"host", "").lower() != ""
+        except ValueError:  # half an address of IPv6
+            own = False
+        if own or self._allowed(origin):
             return
         raise _origin_error(origin)
 
@@ -132,12 +156,17 @@ class Guard:
             )
         return found.index(True)
 
-    async def _body(self, length: str | None, receive: Any) -> bytes:
+    async def _body(self, length: str | None, receive: Any, client: Client) -> bytes:
         """The whole body, before anything else is done for the request."""
         access, parts, size = self._access, list[bytes](), 0
         deadline = time.monotonic() + access.body_s
         if length is not None and length.isdecimal():
             _check_size(int(length[:20]), access.max_body_bytes)
+
+        def give_back() -> None:
+            self._bodies -= size
+
+        client.hold(give_back)
         while True:
             try:
                 left = deadline - time.monotonic()
@@ -149,10 +178,18 @@ class Guard:
                 ) from None
             parts.append(message.get("body", b""))
             size += len(parts[-1])
+            self._bodies += len(parts[-1])
             _check_size(size, access.max_body_bytes)
+            if size > _SMALL and self._bodies > access.max_bodies_bytes:
+                raise AskError(
+                    f"server: expected at most {access.max_bodies_bytes >> 20} MiB of long "
+                    "requests at once, got more; try again later",
+                    status=503,
+                    code="unavailable",
+                )
             if not message.get("more_body", False):
                 body = b"".join(parts)
-                _check_characters(body)
+                check_json(body)
                 return body
 
 
@@ -166,10 +203,12 @@ def _origin_error(origin: str) -> AskError:
 
 
 def _host_name(host: str) -> str:
-    """Host without its port."""
+    """Host without its port, as names are compared: "" where it is none."""
     if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.rpartition(":")[0] if ":" in host else host
+        name, _, port = host[1:].partition("]")
+        return name if "]" in host and (not port or port[0] == ":") else ""
+    name = host.rpartition(":")[0] if ":" in host else host
+    return name.lower().removesuffix(".")
 
 
 def _key_of(headers: dict[bytes, str]) -> str:
@@ -189,30 +228,44 @@ def _check_size(size: int, most: int) -> None:
         raise AskError(f"server: expected a body of at most {most >> 20} MiB, got more", status=413)
 
 
-def _check_characters(body: bytes) -> None:
-    """Raise AskError where JSON writes half a character, which no answer could repeat."""
-    if not _HALF.search(body):
-        return
+def check_json(body: bytes) -> None:
+    """Raise AskError for JSON that would become far larger than it is, or holds half a character.
+
+    Those are values by the million, each of which takes a hundred bytes, and surrogates alone,
+    which no answer could repeat. Nothing is parsed for it.
+    """
     try:
-        json.dumps(json.loads(body), ensure_ascii=False).encode()
-    except UnicodeEncodeError:
+        body.decode()
+    except UnicodeDecodeError:
+        raise AskError("server: expected a body in UTF-8, got other bytes") from None
+    if b"\0" in body[:4]:
+        raise AskError("server: expected a body in UTF-8, got UTF-16 or UTF-32")
+    plain = body.replace(rb"\\", b"__") if b"\\" in body else body  # what escapes, escapes a letter
+    if _HALF.search(plain):
         raise AskError(
             "server: expected texts of whole characters, got half of one (a surrogate alone)"
-        ) from None
-    except (ValueError, RecursionError):
-        return  # no JSON: said where it is read
+        )
+    if len(body) <= _MOST_GROUPS:
+        return
+    pieces = plain.replace(rb"\"", b"").split(b'"', 2 * _MOST_VALUES)  # every other one is a text
+    outside = b"".join(pieces[::2])
+    values, groups = outside.count(b","), outside.count(b"[") + outside.count(b"{")
+    if groups > _MOST_GROUPS or values > _MOST_VALUES or len(pieces) > 2 * _MOST_VALUES:
+        raise AskError(
+            f"server: expected at most {_MOST_VALUES:,} values in a request, and {_MOST_GROUPS:,} "
+            "lists and objects, got more",
+            status=413,
+        )
 
 
 def _replayed(body: bytes, receive: Any) -> Any:
     """`receive` that gives the body first, and then what comes: that the client goes."""
-    given = False
+    given = [body]
 
     async def replay() -> Any:
-        nonlocal given
-        if given:
+        if not given:
             return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return {"type": "http.request", "body": given.pop(), "more_body": False}
 
     return replay
 
@@ -224,10 +277,9 @@ def _cors(origin: str | None) -> list[tuple[bytes, bytes]]:
     ]
 
 
-async def _preflight(scope: Any, origin: str | None, send: Any) -> None:
+async def _preflight(scope: Any, send: Any) -> None:
     asked = {n.lower(): v for n, v in scope["headers"]}
     headers = [
-        *_cors(origin),
         (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
         (
             b"access-control-allow-headers",

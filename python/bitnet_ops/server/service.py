@@ -13,8 +13,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
+
+from torch import Tensor
 
 from bitnet_ops.generate.engine import Engine, Event, Failed, Finished, Limits, NewToken
 from bitnet_ops.generate.grammar import ConstraintError
@@ -22,15 +25,19 @@ from bitnet_ops.generate.request import Consumer, PromptError
 from bitnet_ops.generate.run import TokenLogprobs
 from bitnet_ops.generate.sampling import SamplingError, SamplingParams
 from bitnet_ops.generate.scoring import embed_steps, prompt_logprobs_steps
+from bitnet_ops.generate.tokenizer import TokenizerError
 from bitnet_ops.generate.turns import EngineThread
 from bitnet_ops.nn.blocks import PoolFullError
 from bitnet_ops.server.catalog import Catalog, Served
 from bitnet_ops.server.exchange import Ask, AskError, CallArguments, Delta, Reasoning, Text
-from bitnet_ops.server.gate import Gate, Ticket
+from bitnet_ops.server.gate import Client, Gate, Ticket
 from bitnet_ops.server.metrics import Metrics
-from bitnet_ops.server.prompt import Prompt, make_prompt
+from bitnet_ops.server.prompt import Prompt, encode_within, make_prompt
 
 T = TypeVar("T")
+_READERS = 2  # prompts that are encoded at once: each may take some hundred MB for a moment
+_MOST_COUNTED = 1 << 18  # tokens that are counted or told, of a model whose context is shorter
+_MOST_EMBEDDED = 1 << 20  # tokens of all texts of a request
 _LOG = logging.getLogger(__name__)
 
 
@@ -68,6 +75,8 @@ class Service:
             self.options.max_running, self.options.max_waiting, self.options.max_per_client
         )
         self.gate.closed = "the model is being loaded"
+        self._reading = Gate(_READERS, self.gate.most_running + self.gate.most_waiting)
+        self._readers = ThreadPoolExecutor(_READERS, "bitnet-ops reader")
         self.metrics = Metrics()
         self._catalog: Catalog | None = None
         self._thread: EngineThread | None = None
@@ -95,6 +104,7 @@ class Service:
 
     def close(self) -> None:
         """End the engines' thread, and write what the prefix cache on disk has not yet."""
+        self._readers.shutdown(wait=False, cancel_futures=True)
         if self._thread is not None:
             self._thread.close()
             for lm in self.catalog.models:
@@ -102,16 +112,17 @@ class Service:
 
     # Answers -------------------------------------------------------------------------------------
 
-    async def answer(self, ask: Ask, client: str) -> Answer:
+    async def answer(self, ask: Ask, client: Client) -> Answer:
         """The answer to `ask`, not begun; raises AskError for what cannot be answered.
 
-        It has to be iterated over or closed.
+        Its place is given back when it ends, is closed, or the client's request is over.
         """
         served = self.catalog.find(ask.model)
         self._check(served, ask)
-        ticket = self.gate.enter(client, ask.n, background=ask.background)
+        ticket = self.gate.enter(client.name, ask.n, background=ask.background)
+        client.hold(ticket.leave)
         try:
-            prompt = await asyncio.to_thread(make_prompt, served, ask)
+            prompt = await self.read(client, lambda: make_prompt(served, ask))
             most = served.context_length - len(prompt.ids) + (ask.max_tokens == 0)
             for bound in (ask.max_tokens, self.options.max_tokens):
                 most = most if bound is None else min(most, bound)
@@ -123,7 +134,9 @@ class Service:
         except BaseException:
             ticket.leave()
             raise
-        return Answer(self, served, ask, prompt, params, most, ticket)
+        answer = Answer(self, served, ask, prompt, params, most, ticket)
+        client.hold(answer.close)
+        return answer
 
     def _check(self, served: Served, ask: Ask) -> None:
         if served.lm.config.embedding_only:
@@ -136,9 +149,9 @@ class Service:
         if not 1 <= ask.n <= most:
             raise AskError(f"server: expected n from 1 to {most}, got {ask.n}", field="n")
 
-    async def run(self, client: str, steps: Callable[[], Generator[None, None, T]]) -> T:
+    async def run(self, client: Client, steps: Callable[[], Generator[None, None, T]]) -> T:
         """The result of work beside the engines' steps; it takes the place of an answer."""
-        ticket = self.gate.enter(client)
+        ticket = self.gate.enter(client.name)
         try:
             await ticket.admitted.wait()
             return await self._beside(steps)
@@ -152,14 +165,50 @@ class Service:
         except ValueError as error:  # of the caller's: texts that are empty or too long
             raise AskError(str(error)) from None
 
-    async def embed(
-        self, model: str, texts: Sequence[str | Sequence[int]], dimensions: int | None, client: str
-    ) -> tuple[list[list[float]], int]:
-        """Vectors of texts, and of how many tokens they are."""
+    async def read(self, client: Client, work: Callable[[], T]) -> T:
+        """The result of `work`, which encodes texts, in one of a few threads.
+
+        Its place there is free when it has ended, not when nobody waits for it any more.
+        """
+        loop, ticket = asyncio.get_running_loop(), self._reading.enter(client.name)
+        try:
+            await ticket.admitted.wait()
+            future = self._readers.submit(work)
+        except BaseException:
+            ticket.leave()
+            raise
+
+        def done(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(ticket.leave)
+
+        future.add_done_callback(done)
+        return await asyncio.wrap_future(future)
+
+    async def count(self, model: str, client: Client, ids: Callable[[Served, int], T]) -> T:
+        """What `ids` gives for the model and the most tokens that it may count."""
         served = self.catalog.find(model)
-        ids = await asyncio.to_thread(lambda: [served.lm.encode(text) for text in texts])
+        most = max(served.context_length, _MOST_COUNTED)
+        try:
+            return await self.read(client, lambda: ids(served, most))
+        except TokenizerError as error:
+            raise AskError(str(error)) from None
+
+    async def embed(
+        self,
+        model: str,
+        texts: Sequence[str | Sequence[int]],
+        dimensions: int | None,
+        client: Client,
+        *,
+        truncate: bool = False,
+    ) -> tuple[Tensor, int]:
+        """Vectors of texts [n, dimensions], and of how many tokens they are; truncate: cut texts
+        that are too long before their last token, for embedding models read from a text's end."""
+        served = self.catalog.find(model)
+        ids = await self.read(client, lambda: _text_ids(served, texts, truncate))
         vectors = await self.run(client, lambda: embed_steps(served.lm.model, ids, dimensions))
-        return vectors.tolist(), sum(map(len, ids))
+        return vectors, sum(map(len, ids))
 
     async def prompt_logprobs(self, answer: Answer, top: int) -> list[TokenLogprobs]:
         """Of each token of an answer's prompt from the second one on; at the answer's place."""
@@ -169,6 +218,26 @@ class Service:
         return await self._beside(
             lambda: prompt_logprobs_steps(served.lm.model, ids, top, kv_dtype, served.adapter)
         )
+
+
+def _text_ids(
+    served: Served, texts: Sequence[str | Sequence[int]], truncate: bool
+) -> list[list[int]]:
+    """The ids of texts to be embedded."""
+    most, found, left = served.context_length, list[list[int]](), _MOST_EMBEDDED
+    for text in texts:
+        try:
+            ids = encode_within(served.lm.tokenizer, text, most, truncate)
+        except TokenizerError as error:
+            raise AskError(str(error), field="input") from None
+        left -= len(ids)
+        if left < 0:
+            raise AskError(
+                f"server: expected texts of at most {_MOST_EMBEDDED:,} tokens together, got more",
+                field="input",
+            )
+        found.append(ids)
+    return found
 
 
 def _left(deadline: float, most: float) -> float:
@@ -235,9 +304,10 @@ class Answer:
         self.timing = AnswerTiming(time.perf_counter())
         self._service, self._ticket, self._params, self._most = service, ticket, params, max_tokens
         self._choices: dict[int, Choice] = {}  # those that have not ended, by the engine's ids
+        self._computed: set[int] = set()  # those that the engine has not ended
         self._events: deque[Event] = deque()
         self._waiter: asyncio.Future[bool] | None = None
-        self._closed = self._failed = False
+        self._closed = self._failed = self._read = False
 
     async def batches(self) -> AsyncIterator[list[Delta]]:
         """Deltas as they come, those of one moment together; an empty list where there is nothing
@@ -323,11 +393,16 @@ class Answer:
             except (ValueError, TypeError) as error:
                 raise AskError(str(error)) from None
             self._choices[id] = Choice(index, self._prompt)
+            self._computed.add(id)
 
     # Events --------------------------------------------------------------------------------------
 
     def _deliver(self, event: Event) -> None:
         self._events.append(event)
+        if not isinstance(event, NewToken):
+            self._computed.discard(event.request_id)
+            if not self._computed:  # whoever reads slowly holds no place
+                self._ticket.leave()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(True)
 
@@ -353,6 +428,8 @@ class Answer:
         deltas: list[Delta] = []
         while self._events:
             event = self._events.popleft()
+            if isinstance(event, Finished):
+                self._cached(event.reused_tokens)
             choice = self._choices.get(event.request_id)
             if choice is None:  # it has ended by a stop text
                 continue
@@ -364,8 +441,6 @@ class Answer:
                 if choice.ended:
                     self._engine.abort(event.request_id)
             elif isinstance(event, Finished):
-                if not self.timing.first_s:
-                    self.cached_tokens = event.reused_tokens
                 choice.finish(event, deltas)
             else:
                 raise _failure(event)
@@ -379,9 +454,17 @@ class Answer:
         if self.timing.first_s:
             return
         self.timing.first_s = time.perf_counter()
-        self.cached_tokens = self._engine.reused_tokens(id) or 0
-        seconds = self.timing.first_s - self.timing.asked_s
-        self._service.metrics.first_token(seconds, len(self.ids), self.cached_tokens)
+        if (reused := self._engine.reused_tokens(id)) is not None:  # else it has ended already
+            self._cached(reused)
+
+    def _cached(self, tokens: int) -> None:
+        """So many of the prompt's tokens were; what is told first counts."""
+        if self._read:
+            return
+        self._read, self.cached_tokens = True, tokens
+        if self._most:  # else nothing was computed
+            seconds = (self.timing.first_s or time.perf_counter()) - self.timing.asked_s
+            self._service.metrics.first_token(seconds, len(self.ids), tokens)
 
 
 @dataclass

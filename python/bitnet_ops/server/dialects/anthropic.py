@@ -6,7 +6,6 @@ requests: the headers and features that it asks for are accepted, those that are
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -258,14 +257,18 @@ async def messages(body: MessagesRequest, request: Request) -> Any:
 @router.post(f"{_PATH}/count_tokens")
 async def count_tokens(body: CountRequest, request: Request) -> Any:
     """Of a prompt that may be longer than the context: clients ask in order to know that."""
-    ask = body.ask()
-    served = service_of(request).catalog.find(ask.model)
-    return {"input_tokens": await asyncio.to_thread(_count, served, ask)}
+    ask, client = body.ask(), client_of(request)
+
+    def count(served: Served, most: int) -> int:
+        return _count(served, ask, most)
+
+    found = service_of(request).count(ask.model, client, count)
+    return {"input_tokens": await unless_gone(request, found)}
 
 
-def _count(served: Served, ask: Ask) -> int:
+def _count(served: Served, ask: Ask, most: int) -> int:
     shape = AnswerShape(ask, served.lm.tokenizer, served.grammars)
-    return len(read_chat(served, ask, shape).ids())
+    return len(read_chat(served, ask, shape, most).ids())
 
 
 class _Message:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 
 from bitnet_ops.server.exchange import AskError, Format, Tool, ToolChoice
 
@@ -15,10 +15,30 @@ _MOST_NAME = 128
 _MOST_SCHEMA_BYTES, _MOST_SCHEMA_DEPTH = 256 << 10, 64
 
 
+def _fail_fast(schema: Any) -> None:
+    if isinstance(schema, dict):
+        if schema.get("type") in ("list", "dict"):
+            schema["fail_fast"] = True
+        schema = list(schema.values())
+    if isinstance(schema, list | tuple):
+        for part in schema:
+            _fail_fast(part)
+
+
 class Body(BaseModel):
-    """A request's JSON object; fields that are not known are ignored."""
+    """A request's JSON object; fields that are not known are ignored.
+
+    Of what is wrong in a list or an object the first is told: an error for each of a million
+    elements would take gigabytes.
+    """
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False, protected_namespaces=())
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
 
 
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]

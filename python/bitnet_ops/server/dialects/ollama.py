@@ -6,10 +6,18 @@ come unless `stream` is false. A model stays in memory: keep_alive is ignored.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+import time
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
 
@@ -50,7 +58,14 @@ from bitnet_ops.server.exchange import (
     Reasoning,
     Text,
 )
-from bitnet_ops.server.http import EventStream, client_of, error_body, service_of, unless_gone
+from bitnet_ops.server.http import (
+    EventStream,
+    client_of,
+    error_body,
+    json_of,
+    service_of,
+    unless_gone,
+)
 from bitnet_ops.server.service import Answer
 
 # Clients compare it with versions of Ollama; what is asked for here came with that one.
@@ -366,53 +381,42 @@ class EmbeddingsBody(NamedBody):
 @router.post("/api/embed")
 async def embed(body: EmbedBody, request: Request) -> Any:
     texts = [body.input] if isinstance(body.input, str) else body.input or []
-    began = asyncio.get_running_loop().time()
-    vectors, tokens = await _embedded(request, body, texts, body.truncate, body.dimensions)
-    seconds = asyncio.get_running_loop().time() - began
-    return {
+    cut = body.truncate is not False  # those that are too long
+    return await unless_gone(request, _embedded(request, body, texts, cut))
+
+
+async def _embedded(request: Request, body: EmbedBody, texts: Sequence[str], cut: bool) -> Response:
+    service, client, began = service_of(request), client_of(request), time.perf_counter()
+    service.catalog.find(body.wanted)
+    vectors: Iterable[Any] = ()
+    tokens = 0
+    if texts:
+        vectors, tokens = await service.embed(
+            body.wanted, texts, body.dimensions, client, truncate=cut
+        )
+    head = {
         "model": body.wanted,
-        "embeddings": vectors,
-        "total_duration": _ns(seconds),
+        "total_duration": _ns(time.perf_counter() - began),
         "load_duration": 0,
         "prompt_eval_count": tokens,
     }
+    return await service.read(
+        client, lambda: json_of(head, "embeddings", (v.tolist() for v in vectors))
+    )
 
 
 @router.post("/api/embeddings")
 async def embeddings(body: EmbeddingsBody, request: Request) -> Any:
-    texts = [body.prompt] if body.prompt else []
-    vectors, _ = await _embedded(request, body, texts, True, None)
-    return {"embedding": vectors[0] if vectors else []}
-
-
-async def _embedded(
-    request: Request,
-    body: NamedBody,
-    texts: Sequence[str],
-    truncate: bool | None,
-    dimensions: int | None,
-) -> tuple[list[list[float]], int]:
-    """Vectors of texts, and of how many tokens they are; texts that are too long are cut, unless
-    `truncate` is False."""
-    service = service_of(request)
-    served = service.catalog.find(body.wanted)
+    service, texts = service_of(request), [body.prompt] if body.prompt else []
+    service.catalog.find(body.wanted)
     if not texts:
-        return [], 0
-    ids = await asyncio.to_thread(lambda: [served.lm.encode(text) for text in texts])
-    most = served.context_length
-    if truncate is not False:  # the last token stays: embedding models read from the end of a text
-        ids = [one if len(one) <= most else [*one[: most - 1], one[-1]] for one in ids]
-    work = service.embed(body.wanted, ids, dimensions, client_of(request))
-    return await unless_gone(request, work)
+        return {"embedding": []}
+    work = service.embed(body.wanted, texts, None, client_of(request), truncate=True)
+    vectors, _ = await unless_gone(request, work)  # type: ignore[misc]
+    return {"embedding": vectors[0].tolist()}
 
 
 # Models ------------------------------------------------------------------------------------------
-
-
-@router.head("/", include_in_schema=False)
-async def alive() -> Response:
-    """Ollama's own programs ask this first; GET gives the page."""
-    return Response()
 
 
 @router.get("/api/version")

@@ -11,12 +11,14 @@ import base64
 import json
 import secrets
 import struct
+from codecs import getincrementaldecoder
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from pydantic import Field
+from torch import Tensor
 
 from bitnet_ops.generate.run import TokenLogprobs
 from bitnet_ops.generate.tokenizer import Tokenizer
@@ -45,11 +47,13 @@ from bitnet_ops.server.exchange import (
     Reasoning,
     Text,
 )
+from bitnet_ops.server.gate import Client
 from bitnet_ops.server.http import (
     PING,
     EventStream,
     client_of,
     error_body,
+    json_of,
     service_of,
     sse,
     unless_gone,
@@ -362,8 +366,8 @@ def chat_logprobs(tokenizer: Tokenizer, found: Sequence[TokenLogprobs]) -> list[
     """`logprobs.content` of a choice."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = tokenizer.decode([token], skip_special_tokens=False)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        data = tokenizer.token_bytes(token)
+        return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
 
     return [
         {
@@ -453,7 +457,7 @@ async def completions(body: CompletionRequest, request: Request) -> Any:
 
 
 async def _completions_whole(
-    service: Service, client: str, id: str, asks: list[Ask]
+    service: Service, client: Client, id: str, asks: list[Ask]
 ) -> dict[str, Any]:
     """The answers to all prompts, which run side by side as far as there is room."""
     forms: list[_Form] = []
@@ -531,22 +535,29 @@ async def _echoed(form: _Form, service: Service) -> _Echo:
 def _columns(
     tokenizer: Tokenizer, before: _Echo, found: Sequence[TokenLogprobs], ask: Ask
 ) -> dict[str, Any] | None:
-    """`logprobs` of a completion: a list for each kind of figure."""
+    """`logprobs` of a completion: a list for each kind of figure.
+
+    A token that is a part of a character is told by its bytes, as OpenAI had it, "bytes:\\xf0"; its
+    offset is that of the character.
+    """
     if ask.sampling.get("logprobs") is None:
         return None
 
     def text(token: int) -> str:
-        return tokenizer.decode([token], skip_special_tokens=False)
+        data = tokenizer.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
-    first = [text(token) for token in before.first]
-    all = [*before.logprobs, *found]
-    tokens = [*first, *(text(one.token_id) for one in all)]
-    offsets, at = [], 0
-    for token in tokens:
+    first, all = [text(token) for token in before.first], [*before.logprobs, *found]
+    ids = [*before.first, *(one.token_id for one in all)]
+    offsets, at, characters = [], 0, getincrementaldecoder("utf-8")("replace")
+    for token in ids:
         offsets.append(at)
-        at += len(token)
+        at += len(characters.decode(tokenizer.token_bytes(token)))
     return {
-        "tokens": tokens,
+        "tokens": [text(token) for token in ids],
         "token_logprobs": [*(None for _ in first), *(one.logprob for one in all)],
         "top_logprobs": [
             *(None for _ in first),
@@ -615,23 +626,30 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Any:
     texts: Sequence[Any] = [body.input]
     if isinstance(body.input, list) and not isinstance(body.input[0], int):
         texts = body.input
-    work = service.embed(body.model, texts, body.dimensions, client_of(request))
-    vectors, tokens = await unless_gone(request, work)
-    return {
+    return await unless_gone(request, _embedded(service, client_of(request), body, texts))
+
+
+async def _embedded(
+    service: Service, client: Client, body: EmbeddingRequest, texts: Sequence[Any]
+) -> Response:
+    vectors, tokens = await service.embed(body.model, texts, body.dimensions, client)
+    head = {
         "object": "list",
         "model": service.catalog.find(body.model).name,
-        "data": [
-            {"object": "embedding", "index": i, "embedding": _encoded(v, body.encoding_format)}
-            for i, v in enumerate(vectors)
-        ],
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
+    data = (
+        {"object": "embedding", "index": i, "embedding": _encoded(v, body.encoding_format)}
+        for i, v in enumerate(vectors)
+    )
+    return await service.read(client, lambda: json_of(head, "data", data))
 
 
-def _encoded(vector: list[float], form: str | None) -> list[float] | str:
+def _encoded(vector: Tensor, form: str | None) -> list[float] | str:
+    numbers = vector.tolist()
     if form != "base64":
-        return vector
-    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+        return numbers
+    return base64.b64encode(struct.pack(f"<{len(numbers)}f", *numbers)).decode()
 
 
 # Models ------------------------------------------------------------------------------------------

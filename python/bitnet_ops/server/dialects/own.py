@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from importlib import metadata
 from typing import Annotated, Any
@@ -13,7 +12,7 @@ from pydantic import Field
 
 from bitnet_ops.server.catalog import Served
 from bitnet_ops.server.dialects.fields import Body
-from bitnet_ops.server.http import service_of
+from bitnet_ops.server.http import client_of, service_of
 
 router = APIRouter()
 
@@ -34,8 +33,8 @@ async def metrics(request: Request) -> Response:
 
 class TokenizeRequest(Body):
     model: str = ""
-    content: Annotated[str | None, Field(max_length=4 << 20)] = None
-    prompt: Annotated[str | None, Field(max_length=4 << 20)] = None
+    content: str | None = None
+    prompt: str | None = None
     add_special: bool | None = None
     add_special_tokens: bool | None = None
     with_pieces: bool | None = None
@@ -44,17 +43,22 @@ class TokenizeRequest(Body):
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, request: Request) -> Any:
     """In llama.cpp's form (`content`) and vLLM's (`prompt`)."""
-    served = service_of(request).catalog.find(body.model)
-    tokenizer = served.lm.tokenizer
     special = bool(body.add_special)
     if body.prompt is not None:
         special = body.add_special_tokens is not False
     text = body.prompt if body.prompt is not None else body.content or ""
-    ids = await asyncio.to_thread(tokenizer.encode, text, special)
-    tokens: list[Any] = list(ids)
-    if body.with_pieces:
-        tokens = [{"id": i, "piece": tokenizer.decode([i], False)} for i in ids]
-    return {"tokens": tokens, "count": len(ids), "max_model_len": served.context_length}
+
+    def read(served: Served, most: int) -> Response:
+        tokenizer = served.lm.tokenizer
+        tokenizer.check_length(text, most)
+        ids = tokenizer.encode(text, special)
+        tokens: list[Any] = list(ids)
+        if body.with_pieces:
+            tokens = [{"id": i, "piece": tokenizer.decode([i], False)} for i in ids]
+        context = served.context_length
+        return JSONResponse({"tokens": tokens, "count": len(ids), "max_model_len": context})
+
+    return await service_of(request).count(body.model, client_of(request), read)
 
 
 class DetokenizeRequest(Body):
@@ -64,9 +68,11 @@ class DetokenizeRequest(Body):
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, request: Request) -> Any:
-    tokenizer = service_of(request).catalog.find(body.model).lm.tokenizer
-    text = await asyncio.to_thread(tokenizer.decode, body.tokens, False)
-    return {"content": text, "prompt": text}
+    def read(served: Served, most: int) -> Response:
+        text = served.lm.tokenizer.decode(body.tokens, False)
+        return JSONResponse({"content": text, "prompt": text})
+
+    return await service_of(request).count(body.model, client_of(request), read)
 
 
 @router.get("/status/data")
