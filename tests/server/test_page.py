@@ -555,13 +555,16 @@ def test_what_is_typed_stays_with_its_conversation(page: Any) -> None:
     say(page, "hello")
     wait_for_answer(page)
     page.fill("#prompt", "for the first")
+    file = {"name": "a.txt", "mimeType": "text/plain", "buffer": b"a"}
+    page.set_input_files("#attachment", [file])
+    page.wait_for_selector("#attached li")
     page.click("#new")
     wait_until_shown(page, [])
-    assert typed() == ""
+    assert typed() == "" and page.locator("#attached li").count() == 0
     page.fill("#prompt", "for a new one")
     page.click("#conversations a")
     wait_until_shown(page, ["hello", "Good morning."])
-    assert typed() == "for the first"
+    assert typed() == "for the first" and page.locator("#attached li").count() == 1
     page.go_back()
     wait_until_shown(page, [])
     assert typed() == "for a new one"

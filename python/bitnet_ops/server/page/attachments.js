@@ -12,7 +12,9 @@ export class Attachments {
   constructor(target, changed) {
     this.target = target;
     this.changed = changed;
-    this.files = []; // {name, text}
+    this.files = []; // {name, text}, of the conversation that is open
+    this.others = new Map(); // those of others, by the name that `open` got
+    this.name = "";
     const input = $("attachment");
     $("attach").addEventListener("click", () => input.click());
     input.addEventListener("change", async () => {
@@ -22,9 +24,10 @@ export class Attachments {
       $("prompt").focus();
     });
     $("prompt").addEventListener("paste", (event) => {
-      if (!event.clipboardData.files.length) return;
+      const { files, types } = event.clipboardData;
+      if (!files.length || types.includes("text/plain")) return; // a picture beside a text is no file
       event.preventDefault();
-      this.take([...event.clipboardData.files]);
+      this.take([...files]);
     });
     for (const type of ["dragenter", "dragover", "dragleave", "drop"]) {
       $("main").addEventListener(type, (event) => this.drag(event));
@@ -48,6 +51,14 @@ export class Attachments {
         toast(error.message, { alert: true });
       }
     }
+    this.show();
+  }
+
+  /** Shows the files of another conversation. */
+  open(name) {
+    this.others.set(this.name, this.files);
+    this.name = name;
+    this.files = this.others.get(name) ?? [];
     this.show();
   }
 

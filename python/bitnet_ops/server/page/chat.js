@@ -102,7 +102,7 @@ function open(conversation) {
   showSidebar();
   prompt.value = sessionStorage.getItem(`draft-${opened}`) ?? "";
   fit(prompt);
-  attachments.clear();
+  attachments.open(opened);
   showState();
   scroll.scrollTop = scroll.scrollHeight;
   following = true;
@@ -119,9 +119,15 @@ function openAddress() {
   const id = location.hash.slice(2);
   if (id === opened) return;
   const found = store.conversations.get(id);
-  if (!found && id) history.replaceState(null, "", "#/");
-  open(found ?? store.newConversation({ model: current.model }));
+  if (found) open(found);
+  else startOver();
   if (!phone.matches) prompt.focus();
+}
+
+/** A new conversation in place of what the address names. */
+function startOver() {
+  history.replaceState(null, "", "#/");
+  open(store.newConversation({ model: current.model }));
 }
 
 let following = true; // whether the newest line stays in view
@@ -163,6 +169,7 @@ async function reply(question, begun = null) {
   });
   if (!opened) {
     opened = conversation.id;
+    attachments.open(opened);
     history.pushState(null, "", address(conversation));
   }
   show();
@@ -403,7 +410,7 @@ $("think").addEventListener("click", () => {
 
 $("model").addEventListener("change", () => {
   current.model = $("model").value;
-  showState();
+  show();
   settings.refresh();
   if (saved()) store.save(current);
 });
@@ -425,14 +432,14 @@ async function connect() {
     $("offline-why").textContent = error.message;
     if ($("empty").hidden) toast(error.message, { action: "Try again", act: connect, alert: true, seconds: 60 });
   }
-  showState();
+  show();
 }
 
 $("reconnect").addEventListener("click", connect);
 store.events.addEventListener("trouble", ({ detail }) => toast(detail.message, { alert: true, seconds: 60 }));
 store.events.addEventListener("change", ({ detail }) => {
   if (detail.id !== current.id) return;
-  if (!saved() && opened) location.hash = "#/"; // it was deleted, here or in another tab
+  if (!saved() && opened) startOver(); // it was deleted, here or in another tab
   else if (!run()) show();
   else showState();
 });
