@@ -284,7 +284,12 @@ def makers_sampling(lm: LanguageModel, args: argparse.Namespace) -> dict[str, fl
 
 
 def generation_note(lm: LanguageModel, args: argparse.Namespace, *, used: bool) -> None:
-    """Say once what generation_config.json asks for and whether that is done."""
+    """Say once what generation_config.json asks for and whether that is done.
+
+    Not of the demo: the first line that a newcomer reads is no remark about a file.
+    """
+    if lm.is_demo:
+        return
     found = makers_sampling(lm, args)
     asks = ", ".join(f"{name} {value:g}" for name, value in found.items())
     parts = []
@@ -457,8 +462,8 @@ def run(args: argparse.Namespace) -> int:
     began = time.perf_counter()
     lm = open_model(model, args, use=use_of(args))
     load_s = time.perf_counter() - began
-    generation_note(lm, args, used=False)
     ids, shown = _ids_and_shown(lm, prompt, args)
+    generation_note(lm, args, used=False)
     stream = lm.stream(ids, ignore_eos=args.ignore_eos, **options)
     if args.json:
         text = "".join(stream)

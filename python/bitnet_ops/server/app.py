@@ -21,7 +21,6 @@ from starlette.exceptions import HTTPException
 
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.generate.sampling import SamplingParams
-from bitnet_ops.language_model import DEMO_DIR
 from bitnet_ops.server.catalog import Catalog, Served
 from bitnet_ops.server.dialects import anthropic, ollama, openai, own, responses
 from bitnet_ops.server.exchange import AskError
@@ -161,7 +160,6 @@ def _talker(served: Served, service: Service) -> dict[str, Any] | None:
     if "completion" not in served.capabilities:
         return None
     lm = served.lm
-    is_demo = lm.path is not None and lm.path.parent == DEMO_DIR
     sampling = {**dataclasses.asdict(SamplingParams()), **lm.generation.sampling}
     limit = service.options.max_tokens or served.context_length
     return {
@@ -170,7 +168,7 @@ def _talker(served: Served, service: Service) -> dict[str, Any] | None:
         "thinks": served.thinks,
         "longest": max(1, min(limit, served.context_length // 4)),
         "sampling": {name: v for name, v in sampling.items() if isinstance(v, int | float)},
-        "about": _ABOUT_DEMO if is_demo and served.adapter is None else "",
+        "about": _ABOUT_DEMO if lm.is_demo and served.adapter is None else "",
     }
 
 

@@ -275,7 +275,7 @@ $("composer").addEventListener("submit", (event) => {
 $("forget").addEventListener("click", () => {
   forgetOldest(newest());
   show();
-  announce("The oldest messages are forgotten.");
+  toast("The model no longer sees the oldest messages; a line says from where on.");
   prompt.focus();
 });
 
