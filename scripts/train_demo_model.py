@@ -327,7 +327,7 @@ def write_checkpoint(out, model, c):
 def write_text_files(out, tok):
     """The tokenizer, and how to generate."""
     tok.save(str(out / "tokenizer.json"))
-    write_json(out / "generation_config.json", {**IDS, "do_sample": False})
+    write_json(out / "generation_config.json", {**IDS, "do_sample": True, "temperature": 0.7})
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": CONTEXT,

@@ -223,8 +223,9 @@ class LanguageModel:
         generation: what its generation_config.json says.
     Attributes: `config`, `model`, `tokenizer`, `engine`, `stop_ids` (end of text), `path`,
     `weight_choice` (`weight_format` and `reason`; None where `load` did not make it), and
-    `generation`, whose `sampling` holds the options that the model's makers sample with: they are
-    used where they are given, as `lm.chat(**lm.generation.sampling)`.
+    `generation`, whose `sampling` holds the options that the model's makers sample with: `chat`
+    begins from them; the other calls use them where they are given, as
+    `lm.generate(text, **lm.generation.sampling)`.
     Any number of threads may share one; a TextStream and a Conversation belong to one thread each.
     """
 
@@ -280,6 +281,11 @@ class LanguageModel:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def is_demo(self) -> bool:
+        """Whether this is the demo model that travels in the package."""
+        return self.path is not None and self.path.parent == DEMO_DIR
 
     @property
     def config(self) -> ModelConfig:
@@ -389,13 +395,16 @@ class LanguageModel:
     ) -> Conversation:
         """A conversation through the model's chat template; options as for `generate`.
 
-        `system`: the system message that it begins with. `chat_template_kwargs`: options of that
-        template, such as {"enable_thinking": False}. Raises tokenizer.ChatTemplateError at the
-        first message if the model has no template, or its template no such option.
+        `system`: the system message that it begins with. Options of sampling that are not stated
+        are the makers' (`generation.sampling`), as in the terminal's chat and in the server;
+        temperature=0 is greedy. `chat_template_kwargs`: options of the template, such as
+        {"enable_thinking": False}. Raises tokenizer.ChatTemplateError at the first message if the
+        model has no template, or its template no such option.
         """
         if system is not None:
             check_kind("chat: expected system as a text or None", system, str)
-        talk = Conversation(self, self._request("chat", options), chat_template_kwargs)
+        stated: GenerateOptions = {**self.generation.sampling, **options}  # type: ignore[typeddict-item]
+        talk = Conversation(self, self._request("chat", stated), chat_template_kwargs)
         talk.set_system(system)
         return talk
 

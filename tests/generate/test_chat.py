@@ -329,6 +329,7 @@ def lm(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config["chat_template"] = TEMPLATE
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 1}')  # greedy
     return load(folder)
 
 

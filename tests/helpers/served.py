@@ -18,6 +18,7 @@ import bitnet_ops
 from bitnet_ops.generate.engine import Engine, SchedulerOptions
 from bitnet_ops.generate.tokenizer import Tokenizer
 from bitnet_ops.language_model import LanguageModel
+from bitnet_ops.loading.generation_config import GenerationConfig
 from bitnet_ops.models.step_batch import StepBatch
 from bitnet_ops.nn.kv_pool import KVPool
 from bitnet_ops.server import connection
@@ -88,15 +89,27 @@ class Scripted:
 
 
 def scripted_lm(
-    answers: Mapping[str, str], form: str = "hermes", seconds: float = 0.0, **options: Any
+    answers: Mapping[str, str],
+    form: str = "hermes",
+    seconds: float = 0.0,
+    context: int = 4096,
+    **options: Any,
 ) -> LanguageModel:
     """A language model of `Scripted`; form: of tool calls, one of tool_templates.FORMS."""
     tokenizer = tokenizer_of(template=FORMS[form])
     model: Any = Scripted(tokenizer, answers, seconds)
+    model.config = dataclasses.replace(model.config, max_position_embeddings=context)
     end = tokenizer.token_id(END)
     assert end is not None
     lm = LanguageModel(model, tokenizer, frozenset([end]))
     lm.engine = Engine(model, scheduling=SchedulerOptions(prefix_cache=False, **options))
+    return lm
+
+
+def greedy_demo(**options: Any) -> LanguageModel:
+    """The demo, greedy where a request does not say how to sample; options: of load."""
+    lm = bitnet_ops.load(**options)
+    lm.generation = GenerationConfig(lm.generation.stop_ids)
     return lm
 
 
@@ -108,7 +121,7 @@ def app_of(
 ) -> FastAPI:
     """The app over `models`, or over the demo; options: of ServiceOptions."""
     return make_app(
-        lambda: Catalog(models or {"demo": bitnet_ops.load()}, adapters or {}),
+        lambda: Catalog(models or {"demo": greedy_demo()}, adapters or {}),
         ServiceOptions(**options),
         access,
     )

@@ -145,9 +145,27 @@ def test_chat_follows_the_file_and_generate_says_that_it_does_not(tmp_path: Path
     notes = [line for line in chats[0].stderr.decode().splitlines() if line.startswith("note:")]
     assert len(notes) == 1 and "temperature 1.5, top_k 20, top_p 0.95" in notes[0]
     assert "ignored: no_repeat_ngram_size 3" in notes[0]
-    greedy = cli("chat", model, "--plain", "--temp", "0", data=text)
-    assert greedy.stdout == cli("chat", str(DEMO_DIR), "--plain", data=text).stdout
+    greedy = demo(tmp_path / "greedy", {})
+    zero = cli("chat", model, "--plain", "--temp", "0", data=text)
+    assert zero.stdout == cli("chat", str(greedy), "--plain", data=text).stdout
     plain = cli("generate", model, "In the beginning", "-n", "4")
     assert b"temperature 1.5, top_k 20, top_p 0.95 is not used; chat does" in plain.stderr
-    same = cli("generate", str(DEMO_DIR), "In the beginning", "-n", "4")
+    same = cli("generate", str(greedy), "In the beginning", "-n", "4")
     assert plain.stdout == same.stdout and b"note" not in same.stderr
+
+
+def test_the_demo_samples_in_chats_and_a_stated_temperature_wins() -> None:
+    """Greedy, a model so small repeats itself until its context is full."""
+    lm = load()
+    assert lm.generation.sampling == {"temperature": 0.7}
+    text, length = "In the beginning", 200
+
+    def answer(**options: Any) -> str:
+        return "".join(lm.chat(max_new_tokens=length, **options).say(text))
+
+    assert answer(seed=1) == lm.generate(text, max_new_tokens=length, temperature=0.7, seed=1)
+    assert answer(temperature=0) == lm.generate(text, max_new_tokens=length)
+    talk = lm.chat(max_new_tokens=length)
+    said = "".join(talk.say(text)).split()
+    runs = [tuple(said[i : i + 8]) for i in range(len(said) - 8)]
+    assert len(runs) - len(set(runs)) < 8

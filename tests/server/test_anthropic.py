@@ -13,7 +13,6 @@ import httpx
 import pytest
 from anthropic._streaming import SSEDecoder
 
-import bitnet_ops
 from bitnet_ops.language_model import LanguageModel
 from bitnet_ops.server.dialects.anthropic import MessagesRequest, _Message, _stream
 from bitnet_ops.server.exchange import (
@@ -27,7 +26,7 @@ from bitnet_ops.server.exchange import (
     Text,
     ToolChoice,
 )
-from served import app_of, scripted_lm, serving
+from served import app_of, greedy_demo, scripted_lm, serving
 
 CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>'
 ANSWERS = {
@@ -50,7 +49,7 @@ TOOLS: list[Any] = [
 
 @pytest.fixture(scope="module")
 def lm() -> LanguageModel:
-    return bitnet_ops.load()
+    return greedy_demo()
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import httpx
 import ollama
 import pytest
 
-import bitnet_ops
 from bitnet_ops.language_model import LanguageModel
 from bitnet_ops.server.dialects.ollama import ChatBody, GenerateBody, _Form, _short, _stream
 from bitnet_ops.server.exchange import (
@@ -25,7 +24,7 @@ from bitnet_ops.server.exchange import (
     Reasoning,
     Text,
 )
-from served import app_of, scripted_lm, serving
+from served import app_of, greedy_demo, scripted_lm, serving
 
 CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>'
 ANSWERS = {
@@ -47,7 +46,7 @@ def now(zone: str) -> str:
 
 @pytest.fixture(scope="module")
 def lm() -> LanguageModel:
-    return bitnet_ops.load()
+    return greedy_demo()
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-import bitnet_ops
 from bitnet_ops.language_model import LanguageModel
-from served import app_of, scripted_lm, serving
+from served import app_of, greedy_demo, scripted_lm, serving
 
 THOUGHT = "<think>\nLet me see.\n</think>\n\nIt is noon."
 CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>'
@@ -45,7 +44,7 @@ TOOLS = [
 
 @pytest.fixture(scope="module")
 def lm() -> LanguageModel:
-    return bitnet_ops.load()
+    return greedy_demo()
 
 
 @pytest.fixture(scope="module")

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import http.server
 import json
 import os
+import re
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
+import bitnet_ops.server
 from bitnet_ops.server.security import Access
 from served import app_of, scripted_lm, serving
 
@@ -23,6 +30,7 @@ if sync_api is None:
     from playwright import sync_api  # type: ignore[no-redef]
 
 pytestmark = pytest.mark.slow
+PAGE = Path(bitnet_ops.server.__file__).parent / "page"
 WORDS = " ".join(f"word{i}" for i in range(300))
 RICH = """# Title
 
@@ -75,6 +83,7 @@ ANSWERS = {
     "rich": RICH,
     "inject": INJECTIONS,
     "think": "<think>\nLet me see.\n</think>\n\nIt is noon.",
+    "sections": "### One\n\n#### Part\n\n### Two\n\n###### Small",
     "hello": "Good morning.",
     "again": "As you wish.",
 }
@@ -90,7 +99,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def lm() -> Any:
-    return scripted_lm(ANSWERS, seconds=0.004)
+    return scripted_lm(ANSWERS, seconds=0.004, context=8192)
 
 
 @pytest.fixture(scope="module")
@@ -464,6 +473,421 @@ def test_two_tabs_see_each_other(browser: Any, address: str) -> None:
     two.click("#conversations a")
     two.wait_for_function("() => document.querySelector('.markdown')?.innerText == 'Good morning.'")
     context.close()
+
+
+# What is on the screen ----------------------------------------------------------------------------
+
+
+def shown(page: Any) -> list[str]:
+    """The texts of the messages that can be seen."""
+    texts = page.locator("article .bubble, article .markdown").filter(visible=True)
+    return [text for text in texts.all_inner_texts() if text]
+
+
+def wait_until_shown(page: Any, texts: list[str]) -> None:
+    wanted = json.dumps(texts)
+    try:
+        page.wait_for_function(
+            "wanted => JSON.stringify([...document.querySelectorAll("
+            "'article .bubble, article .markdown')].filter(e => e.checkVisibility())"
+            ".map(e => e.innerText).filter(Boolean)) == JSON.stringify(JSON.parse(wanted))",
+            arg=wanted,
+        )
+    except sync_api.TimeoutError as error:
+        raise AssertionError(f"expected {texts}, got {shown(page)}; {page.problems}") from error
+
+
+def delete_by_menu(page: Any) -> None:
+    page.click("#more")
+    page.click("#delete")
+
+
+def delete_in_the_list(page: Any) -> None:
+    page.hover("#conversations li")
+    page.click('#conversations [data-action="delete"]')
+
+
+def delete_in_another_tab(page: Any) -> None:
+    other = opened(page.context, page.url.split("#")[0])
+    delete_in_the_list(other)
+    other.close()
+
+
+@pytest.mark.parametrize("delete", [delete_by_menu, delete_in_the_list, delete_in_another_tab])
+@pytest.mark.parametrize("question", ["hello", "count"], ids=["answered", "while it answers"])
+def test_a_deleted_conversation_is_gone(page: Any, delete: Any, question: str) -> None:
+    say(page, question)
+    if question == "hello":
+        wait_for_answer(page)
+    else:
+        page.wait_for_function("() => document.querySelector('.markdown')?.innerText.length > 40")
+    delete(page)
+    wait_until_shown(page, [])
+    assert page.locator("#title").inner_text() == "New conversation"
+    page.wait_for_function("() => !document.querySelector('#send').classList.contains('stop')")
+    say(page, "again")
+    wait_until_shown(page, ["again", "As you wish."])
+    page.go_back()  # to the empty page, or to the address of what is deleted
+    wait_until_shown(page, [])
+    page.reload()
+    page.wait_for_selector("#conversations a")
+    assert page.locator("#conversations a").all_inner_texts() == ["again"]
+    assert page.problems == []
+
+
+def test_undo_shows_the_conversation_again(page: Any) -> None:
+    say(page, "hello")
+    wait_for_answer(page)
+    other = opened(page.context, page.url)
+    wait_until_shown(other, ["hello", "Good morning."])
+    delete_by_menu(page)
+    for tab in (page, other):
+        wait_until_shown(tab, [])
+    page.click("#toasts button:has-text('Undo')")
+    wait_until_shown(page, ["hello", "Good morning."])
+    other.click("#conversations a")
+    wait_until_shown(other, ["hello", "Good morning."])
+    assert page.problems == other.problems == []
+
+
+def test_what_is_typed_stays_with_its_conversation(page: Any) -> None:
+    typed = lambda: page.input_value("#prompt")  # noqa: E731
+    say(page, "hello")
+    wait_for_answer(page)
+    page.fill("#prompt", "for the first")
+    file = {"name": "a.txt", "mimeType": "text/plain", "buffer": b"a"}
+    page.set_input_files("#attachment", [file])
+    page.wait_for_selector("#attached li")
+    page.click("#new")
+    wait_until_shown(page, [])
+    assert typed() == "" and page.locator("#attached li").count() == 0
+    page.fill("#prompt", "for a new one")
+    page.click("#conversations a")
+    wait_until_shown(page, ["hello", "Good morning."])
+    assert typed() == "for the first" and page.locator("#attached li").count() == 1
+    page.go_back()
+    wait_until_shown(page, [])
+    assert typed() == "for a new one"
+    page.press("#prompt", "Enter")
+    page.wait_for_selector("article.question")
+    assert typed() == ""
+    page.click("#new")
+    page.wait_for_function("() => !document.querySelector('article')")
+    assert typed() == ""
+    page.reload()
+    page.wait_for_selector("#conversations a")
+    assert typed() == ""
+
+
+def test_headings_leave_out_no_level(page: Any) -> None:
+    say(page, "sections")
+    wait_for_answer(page)
+    levels = page.evaluate(
+        "[...document.querySelectorAll('h1, h2, h3, h4, h5, h6')]"
+        ".filter(e => e.checkVisibility({visibilityProperty: true}))"
+        ".map(e => Number(e.localName[1]))"
+    )
+    assert levels == [1, 2, 2, 3, 4, 3, 4]
+
+
+def test_icons_are_there_without_a_server(page: Any) -> None:
+    page.route("**", lambda route: route.abort())
+    say(page, "hello")
+    page.wait_for_selector("article.answer .note.failed")
+    assert page.evaluate(
+        "[...document.querySelectorAll('svg.icon')].filter(e => e.checkVisibility())"
+        ".map(e => e.getBBox().width).every(Boolean)"
+    )
+    named = r'icon(?:Button)?\("(\w+)"|icon\(busy \? "(\w+)" : "(\w+)"'
+    names = {"system", "light", "dark"}  # of dom.js, by their themes
+    for script in PAGE.glob("*.js"):
+        names.update(name for found in re.findall(named, script.read_text()) for name in found)
+    missing = page.evaluate(
+        "names => names.filter(name => !document.querySelector(`#icon-${name}`))",
+        sorted(names - {""}),
+    )
+    assert len(names) > 10 and missing == []
+
+
+def test_the_demo_says_what_it_is(browser: Any) -> None:
+    with serving(app_of()) as address:
+        page = opened(browser.new_context(), address)
+        page.wait_for_selector("#about:has-text('King James Bible') >> visible=true")
+        page.context.close()
+
+
+# Long conversations -------------------------------------------------------------------------------
+
+
+def sent_by(page: Any) -> list[Any]:
+    """The bodies of the requests for answers, as they are sent."""
+    bodies: list[Any] = []
+    page.on("request", lambda r: bodies.append(r.post_data_json) if r.post_data else None)
+    return bodies
+
+
+def streamed(*texts: str) -> str:
+    chunks: list[Any] = [{"choices": [{"delta": {"content": text}}]} for text in texts]
+    chunks.append({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+
+
+def test_a_cut_answer_goes_on(page: Any) -> None:
+    bodies = sent_by(page)
+    page.click("#open-settings")
+    page.fill("#param-max_tokens", "9")
+    page.keyboard.press("Escape")
+    say(page, "count")
+    begun = wait_for_answer(page)
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(
+            headers={"Content-Type": "text/event-stream"}, body=streamed(" and", " so on")
+        ),
+    )
+    page.click(".note button:has-text('Continue')")
+    wait_until_shown(page, ["count", f"{begun} and so on"])
+    assert bodies[-1]["messages"] == [
+        {"role": "user", "content": "count"},
+        {"role": "assistant", "content": begun},
+    ]
+    assert bodies[-1]["continue_final_message"] is True
+    assert bodies[-1]["add_generation_prompt"] is False
+    assert "continue_final_message" not in bodies[0]
+    assert page.locator(".versions").filter(visible=True).count() == 0
+    page.unroute("**/v1/chat/completions")
+    page.reload()
+    wait_until_shown(page, ["count", f"{begun} and so on"])
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    page.click('[data-action="again"]')  # fails: what was there stays beside it
+    page.wait_for_selector(".note.failed")
+    page.click('[data-action="previous"]')
+    wait_until_shown(page, ["count", f"{begun} and so on"])
+
+
+def gauge(page: Any) -> int:
+    return int(page.get_attribute("#gauge", "aria-valuenow"))
+
+
+def test_a_full_context_forgets_the_oldest(browser: Any) -> None:
+    lm = scripted_lm(ANSWERS, context=256)
+    with serving(app_of({"small": lm})) as address:
+        page = opened(browser.new_context(), address)
+        bodies = sent_by(page)
+        questions = [f"{'word ' * 12}{number} hello" for number in range(12)]
+        fulls = []
+        for count, question in enumerate(questions, 1):
+            say(page, question)
+            wait_for_answer(page, count)
+            if page.locator(".note.failed").count():
+                break
+            fulls.append(gauge(page))
+        assert fulls == sorted(fulls) and len(fulls) >= 2
+        assert bodies[0]["max_tokens"] == 256 // 4
+        assert "256 tokens" in page.locator(".note.failed").inner_text()
+        page.click(".note button:has-text('Forget the oldest')")
+        page.wait_for_function("() => !document.querySelector('.note.failed')")
+        assert wait_for_answer(page, count) == "Good morning."
+        kept = [m["content"] for m in bodies[-1]["messages"] if m["role"] == "user"]
+        assert kept == questions[count - len(kept) : count] and len(kept) < count
+        assert gauge(page) < fulls[-1]
+        begin = page.locator(".begin").filter(visible=True)
+        assert begin.count() == 1 and len(shown(page)) == 2 * count
+        page.reload()
+        page.wait_for_selector(".begin")
+        say(page, "hello")
+        wait_for_answer(page, count + 1)
+        assert bodies[-1]["messages"][0]["content"] == kept[0]
+        page.click(".begin button")
+        assert begin.count() == 0
+        say(page, "word " * 300)  # alone too long: nothing that could be forgotten would help
+        page.wait_for_selector(".note.failed")
+        page.click("#new")
+        wait_until_shown(page, [])
+        say(page, "word " * 300)
+        page.wait_for_selector(".note.failed:has-text('Make it shorter')")
+        assert page.locator(".note button").count() == 0 and page.problems == []
+        page.context.close()
+
+
+def test_settings_of_all_conversations(page: Any) -> None:
+    bodies = sent_by(page)
+    say(page, "hello")
+    wait_for_answer(page)
+    page.click("#open-settings")
+    assert page.get_attribute("#param-temperature", "placeholder") == "default: 0"
+    assert page.get_attribute("#param-max_tokens", "placeholder") == f"default: {8192 // 4}"
+    page.click(".scope label:has-text('All')")
+    page.fill("#param-temperature", "0.5")
+    page.fill("#param-stop", "END")
+    page.fill("#system", "Be kind.")
+    page.click(".scope label:has-text('This')")
+    assert page.get_attribute("#param-temperature", "placeholder") == "default: 0.5"
+    page.fill("#param-temperature", "0.25")
+    page.keyboard.press("Escape")
+    say(page, "again")
+    wait_for_answer(page, 2)
+    assert (bodies[-1]["temperature"], bodies[-1]["stop"]) == (0.25, ["END"])
+    assert bodies[-1]["messages"][0] == {"role": "system", "content": "Be kind."}
+    page.click("#new")
+    page.reload()
+    page.wait_for_function("() => !document.querySelector('#model').disabled")
+    say(page, "hello")
+    wait_for_answer(page)
+    assert bodies[-1]["temperature"] == 0.5 and bodies[-1]["messages"][0]["role"] == "system"
+    page.click("#open-settings")
+    page.click(".scope label:has-text('All')")
+    page.click("#reset")
+    page.keyboard.press("Escape")
+    say(page, "again")
+    wait_for_answer(page, 2)
+    assert "temperature" not in bodies[-1] and bodies[-1]["messages"][0]["role"] == "user"
+
+
+# Files --------------------------------------------------------------------------------------------
+
+
+def test_everything_is_exported_and_taken_over(browser: Any, address: str, tmp_path: Path) -> None:
+    page = opened(browser.new_context(), address)
+    for text in ("hello", "again"):
+        say(page, text)
+        wait_for_answer(page)
+        page.click("#new")
+        wait_until_shown(page, [])
+    page.click("#more")
+    with page.expect_download() as download:
+        page.click("#export-all")
+    download.value.save_as(tmp_path / "all.json")
+    page.context.close()
+    page = opened(browser.new_context(), address)
+    page.set_input_files("#file", tmp_path / "all.json")
+    page.wait_for_function("() => document.querySelectorAll('#conversations a').length == 2")
+    page.click("#conversations a:has-text('hello')")
+    wait_until_shown(page, ["hello", "Good morning."])
+    page.click("#conversations a:has-text('again')")
+    wait_until_shown(page, ["again", "As you wish."])
+    page.context.close()
+
+
+DROP = """([name, text]) => {
+  const dataTransfer = new DataTransfer();
+  dataTransfer.items.add(new File([text], name));
+  document.querySelector("#main").dispatchEvent(
+    new DragEvent("drop", { dataTransfer, bubbles: true, cancelable: true }));
+}"""
+
+
+def test_text_files_go_with_a_message(page: Any) -> None:
+    bodies = sent_by(page)
+    files = [
+        {"name": "a.py", "mimeType": "text/x-python", "buffer": "print('é')\n".encode()},
+        {"name": "b.md", "mimeType": "text/markdown", "buffer": b"```\ncode\n```"},
+    ]
+    page.set_input_files("#attachment", files)
+    page.evaluate(DROP, ["c.txt", "<script>window.pwned = 1</script>"])
+    page.wait_for_function("() => document.querySelectorAll('#attached li').length == 3")
+    page.click("#attached li:has-text('a.py') button")
+    assert page.locator("#attached li").count() == 2
+    page.set_input_files("#attachment", [files[0]])
+    refused = {"p.png": b"\x89PNG\0", "nul.txt": b"a\0b", "big": b"a" * 1_000_001}
+    for name, buffer in refused.items():
+        file = {"name": name, "mimeType": "text/plain", "buffer": buffer}
+        page.set_input_files("#attachment", [file])
+        page.wait_for_selector(f"#toasts .alert:has-text('{name}')")
+    assert page.locator("#attached li span").all_inner_texts() == ["b.md", "c.txt", "a.py"]
+    say(page, "hello")
+    assert wait_for_answer(page) == "Good morning."
+    assert bodies[-1]["messages"][0]["content"] == (
+        "b.md\n````\n```\ncode\n```\n````\n\n"
+        "c.txt\n```\n<script>window.pwned = 1</script>\n```\n\n"
+        "a.py\n```\nprint('é')\n```\n\nhello"
+    )
+    assert page.locator("#attached li").count() == 0
+    page.reload()
+    page.wait_for_selector("article.question .file >> nth=2")
+    page.click("article.question .file:has-text('a.py') summary")
+    assert "print('é')" in page.locator("article.question .bubble").inner_text()
+    assert page.evaluate("window.pwned") is None and page.problems == []
+    page.click('article.question [data-action="edit"]', force=True)
+    page.fill(".editor textarea", "again")
+    page.press(".editor textarea", "Enter")
+    page.wait_for_function("() => document.querySelector('.markdown')?.innerText == 'As you wish.'")
+    assert bodies[-1]["messages"][0]["content"].endswith("print('é')\n```\n\nagain")
+
+
+# Below a path of a host ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def below(address: str, path: str) -> Iterator[tuple[str, list[str]]]:
+    """A proxy that gives the server `path` of its host, and takes that path away.
+
+    Its address, and the paths that it was asked for outside.
+    """
+    upstream = urlsplit(address)
+
+    class Proxy(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *words: object) -> None:
+            """Nothing."""
+
+        def do_GET(self) -> None:
+            inside = self.path == path or self.path.startswith((f"{path}/", f"{path}?"))
+            if not inside:
+                outside.append(self.path)
+                self.send_error(404)
+                return
+            connection = http.client.HTTPConnection(upstream.netloc, timeout=60)
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            target = self.path.removeprefix(path)
+            target = target if target.startswith("/") else f"/{target}"
+            connection.request(self.command, target, body, dict(self.headers))
+            response = connection.getresponse()
+            self.send_response(response.status)
+            for name, value in response.getheaders():
+                if name.lower() not in ("transfer-encoding", "connection", "date", "server"):
+                    self.send_header(name, value)
+            self.send_header("Connection", "close")
+            self.end_headers()
+            while part := response.read1(1 << 16):
+                self.wfile.write(part)
+                self.wfile.flush()
+            self.close_connection = True
+
+        do_POST = do_GET
+
+    outside: list[str] = []
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}{path}", outside
+        finally:
+            server.shutdown()
+
+
+@pytest.mark.parametrize("path", ["/llm", "/a/b%20c"])
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_below_a_path_of_a_host(browser: Any, address: str, path: str, slash: str) -> None:
+    with below(address, path) as (outer, outside):
+        page = opened(browser.new_context(), outer + slash)
+        assert page.url == f"{outer}/"
+        if not slash:
+            outside.clear()  # what a browser fetched ahead, before it was sent to the other address
+        say(page, "hello")
+        assert wait_for_answer(page) == "Good morning."
+        page.reload()
+        wait_until_shown(page, ["hello", "Good morning."])
+        page.click("a[href='status']")
+        page.wait_for_selector("#models:has-text('scripted')")
+        page.click("a[aria-label='Conversations']")
+        page.wait_for_selector("#conversations a")
+        page.goto(f"{outer}/status/")
+        page.wait_for_selector("#models:has-text('scripted')")
+        assert page.url == f"{outer}/status"
+        assert page.problems == outside == []
+        page.context.close()
 
 
 def test_the_status_page(browser: Any, address: str) -> None:

@@ -9,9 +9,8 @@ import httpx
 import openai
 import pytest
 
-import bitnet_ops
 from bitnet_ops.language_model import LanguageModel
-from served import app_of, scripted_lm, serving
+from served import app_of, greedy_demo, scripted_lm, serving
 
 CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>'
 ANSWERS = {
@@ -29,7 +28,7 @@ TOOL: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def lm() -> LanguageModel:
-    return bitnet_ops.load()
+    return greedy_demo()
 
 
 @pytest.fixture(scope="module")

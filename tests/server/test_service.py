@@ -24,7 +24,7 @@ import bitnet_ops
 from bitnet_ops.language_model import DEMO_DIR, LanguageModel
 from bitnet_ops.server.exchange import AskError
 from bitnet_ops.server.gate import Gate
-from served import app_of, scripted_lm, serving
+from served import app_of, greedy_demo, scripted_lm, serving
 
 WORDS = " ".join(f"word{i}" for i in range(400))
 
@@ -182,7 +182,7 @@ def test_pings_while_a_prompt_is_read() -> None:
 
 def test_ten_times_the_capacity() -> None:
     """Who finds no place is told at once; who has one gets the right answer."""
-    lm = bitnet_ops.load()
+    lm = greedy_demo()
     app = app_of({"demo": lm}, max_running=4, max_waiting=4)
     prompts = [f"And {i} men" for i in range(80)]
     wanted = [
@@ -215,8 +215,8 @@ def test_ten_times_the_capacity() -> None:
 
 
 def test_metrics_say_what_policies_left_out() -> None:
-    sparse = bitnet_ops.load(attention="window:64", activation_sparsity="exact")
-    models = {"sparse": sparse, "plain": bitnet_ops.load()}
+    sparse = greedy_demo(attention="window:64", activation_sparsity="exact")
+    models = {"sparse": sparse, "plain": greedy_demo()}
     names = "bitnet_attention_skipped_ratio", "bitnet_columns_skipped_ratio"
 
     def shown(address: str) -> dict[tuple[str, str], float]:
@@ -237,8 +237,8 @@ def test_metrics_say_what_policies_left_out() -> None:
 
 
 def test_preempted_answers_are_the_same() -> None:
-    lm = bitnet_ops.load(kv_cache_mb=2)  # ten blocks
-    alone = bitnet_ops.load()
+    lm = greedy_demo(kv_cache_mb=2)  # ten blocks
+    alone = greedy_demo()
     prompts = [f"And {i} men went up" for i in range(12)]
     wanted = [
         alone.generate(p, max_new_tokens=100, temperature=1, seed=i) for i, p in enumerate(prompts)
@@ -264,7 +264,7 @@ def test_preempted_answers_are_the_same() -> None:
 
 @pytest.mark.parametrize("speculation", [4, "auto"])
 def test_guesses_change_no_answer(speculation: int | str) -> None:
-    lm, alone = bitnet_ops.load(), bitnet_ops.load()
+    lm, alone = greedy_demo(), greedy_demo()
     schema = {"type": "array", "items": {"enum": ["And God saw", "And God said"]}, "minItems": 6}
     form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
     bodies: list[dict[str, Any]] = [
@@ -445,7 +445,7 @@ def test_a_step_that_fails_ends_its_answers_alone(caplog: Any) -> None:
 
 
 def test_a_prompt_that_never_fits_the_pool_is_told_so() -> None:
-    lm = bitnet_ops.load(kv_cache_mb=2)
+    lm = greedy_demo(kv_cache_mb=2)
     with serving(app_of({"demo": lm})) as address:
         body = {"prompt": "And " * 900, "max_tokens": 4}
         found = httpx.post(f"{address}/v1/completions", json=body, timeout=60)
@@ -503,7 +503,7 @@ def test_sigterm_lets_answers_end_and_admits_nobody() -> None:
 
 @pytest.mark.slow
 def test_killed_at_any_moment_nothing_wrong_is_served_afterwards(tmp_path: Any) -> None:
-    lm = bitnet_ops.load()
+    lm = greedy_demo()
     verses = " And God saw every thing that he had made, and, behold, it was very good." * 12
     bodies = [
         {"prompt": f"Verse {i % 3}:{verses} {i}", "max_tokens": 24, "temperature": 0}
@@ -554,7 +554,7 @@ def test_loading_is_503_and_then_ready() -> None:
         from bitnet_ops.server.catalog import Catalog
 
         begin.wait(20)
-        return Catalog({"demo": bitnet_ops.load()}, {})
+        return Catalog({"demo": greedy_demo()}, {})
 
     from bitnet_ops.server.app import make_app
 
@@ -592,7 +592,7 @@ def test_a_port_that_is_taken_is_named(capsys: Any) -> None:
 
 @pytest.mark.slow
 def test_memory_is_flat_under_load() -> None:
-    lm = bitnet_ops.load()
+    lm = greedy_demo()
     with serving(app_of({"demo": lm}, max_running=16)) as address:
 
         async def burst() -> None:

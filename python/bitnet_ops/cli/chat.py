@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, cast
 from bitnet_ops.cli.arguments import UsageError, did_you_mean
 from bitnet_ops.cli.generate import (
     MODEL_HELP,
-    NEUTRAL,
     add_model_arguments,
     add_sampling_arguments,
     add_template_arguments,
@@ -43,9 +42,7 @@ from bitnet_ops.untrusted import read_json_object
 if TYPE_CHECKING:
     from bitnet_ops.language_model import LanguageModel, TextStream
 
-# The embedded demo is small: greedy, it soon repeats itself. The seed is fixed, so that a
-# conversation can be had again.
-_DEMO_SAMPLING = {"temperature": 0.7, "top_k": 40, "seed": 0}
+_DEMO_SEED = 0  # a conversation with the embedded demo can be had again
 HELP = '''\
 /help    show this
 /reset   forget the conversation
@@ -108,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling_arguments(
         parser,
         max_new_tokens=256,
-        default="generation_config.json's, or greedy; the demo: temperature 0.7, top-k 40, seed 0",
+        default="generation_config.json's, or greedy; the demo: seed 0",
     )
 
 
@@ -127,17 +124,17 @@ def check(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     """0 at the end of the conversation; in a script 1 if a turn failed, 130 after Ctrl-C."""
     options, demo = sampling_options(args), args.model is None
-    if demo and all(getattr(args, name) is None for name in (*NEUTRAL, "seed")):
-        options.update(_DEMO_SAMPLING)
+    if demo and args.seed is None:
+        options["seed"] = _DEMO_SEED
     lm = open_model(args.model, args, use=use_of(args))
     options.update(makers_sampling(lm, args))
-    generation_note(lm, args, used=True)
     if demo:
         say("the embedded demo model continues Biblical English; it is no assistant")
     if not args.plain:
         # a model without a template ends here, and an option that its template rejects
         hello = [{"role": "user", "content": ""}]
         lm.tokenizer.render_chat(hello, chat_template_kwargs=template_options(args))
+    generation_note(lm, args, used=True)
     turns = _Plain(lm, options) if args.plain else _Chat(lm, options, args)
     source, failed = Input(), False
     say("/help lists the commands; Ctrl-D ends the conversation")

@@ -287,11 +287,9 @@ def makers_sampling(lm: LanguageModel, args: argparse.Namespace) -> dict[str, fl
 def generation_note(lm: LanguageModel, args: argparse.Namespace, *, used: bool) -> None:
     """Say once what generation_config.json asks for and whether that is done.
 
-    The demo's is no news: what samples it is said in --help.
+    Not of the demo: the first line that a newcomer reads is no remark about a file.
     """
-    from bitnet_ops.language_model import DEMO_DIR
-
-    if lm.path is not None and lm.path.parent == DEMO_DIR:
+    if lm.is_demo:
         return
     found = makers_sampling(lm, args)
     asks = ", ".join(f"{name} {value:g}" for name, value in found.items())
@@ -467,8 +465,8 @@ def run(args: argparse.Namespace) -> int:
     began = time.perf_counter()
     lm = open_model(model, args, use=use_of(args))
     load_s = time.perf_counter() - began
-    generation_note(lm, args, used=False)
     ids, shown = _ids_and_shown(lm, prompt, args)
+    generation_note(lm, args, used=False)
     stream = lm.stream(ids, ignore_eos=args.ignore_eos, **options)
     if args.json:
         text = "".join(stream)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import dataclasses
+import functools
+import hashlib
 import logging
+import re
 import reprlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -12,11 +17,12 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, RedirectResponse
 from starlette.exceptions import HTTPException
 
 from bitnet_ops.errors import BitNetError
-from bitnet_ops.server.catalog import Catalog
+from bitnet_ops.generate.sampling import SamplingParams
+from bitnet_ops.server.catalog import Catalog, Served
 from bitnet_ops.server.dialects import anthropic, ollama, openai, own, responses
 from bitnet_ops.server.exchange import AskError
 from bitnet_ops.server.http import error_response
@@ -26,14 +32,15 @@ from bitnet_ops.server.service import Service, ServiceOptions
 
 _LOG = logging.getLogger(__name__)
 _PAGE = Path(__file__).parent / "page"
-_PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; "
-    "form-action 'none'",
-    "Cache-Control": "no-cache",
-}
 _SHORT = reprlib.Repr()  # a value may be as large as a body
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 80, 80
+_POLICY = "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+_INLINE = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+_ABOUT_DEMO = (
+    "This is the demo model. It has read the King James Bible and nothing else: it goes on with "
+    "Biblical English, and answers no questions."
+)
 
 
 def make_app(
@@ -112,8 +119,9 @@ def _add_page(app: FastAPI) -> None:
         path = files.get(name)
         if path is None:
             raise HTTPException(404)
-        kind = _TYPES.get(path.suffix)
-        return FileResponse(path, media_type=kind, headers=_PAGE_HEADERS)
+        policy = f"{_POLICY}; script-src 'self'{_inline_hashes(path)}"
+        headers = {"Content-Security-Policy": policy, "Cache-Control": "no-cache"}
+        return FileResponse(path, media_type=_TYPES.get(path.suffix), headers=headers)
 
     @app.get("/", include_in_schema=False)
     async def page() -> Any:
@@ -123,9 +131,48 @@ def _add_page(app: FastAPI) -> None:
     async def status() -> Any:
         return respond("status.html")
 
+    @app.get("/status/", include_in_schema=False)
+    async def status_below() -> Any:
+        return RedirectResponse("../status")  # relative: a proxy may have taken a path away
+
+    @app.get("/page/models", include_in_schema=False)
+    async def models(request: Request) -> Any:
+        service: Service = request.app.state.service
+        rows = [_talker(one, service) for one in service.catalog]
+        return {"models": [row for row in rows if row is not None]}
+
     @app.get("/page/{name}", include_in_schema=False)
     async def file(name: str) -> Any:
         return respond(name)
+
+
+@functools.lru_cache
+def _inline_hashes(path: Path) -> str:
+    """The sources of a policy that let the scripts run which stand in the page itself."""
+    if path.suffix != ".html":
+        return ""
+    digests = [hashlib.sha256(script).digest() for script in _INLINE.findall(path.read_bytes())]
+    return "".join(f" 'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+
+
+def _talker(served: Served, service: Service) -> dict[str, Any] | None:
+    """What the page wants to know of a model; None of one that only embeds.
+
+    longest: of an answer, in tokens, where nobody says otherwise: room stays for the next question.
+    """
+    if "completion" not in served.capabilities:
+        return None
+    lm = served.lm
+    sampling = {**dataclasses.asdict(SamplingParams()), **lm.generation.sampling}
+    limit = service.options.max_tokens or served.context_length
+    return {
+        "id": served.name,
+        "context_length": served.context_length,
+        "thinks": served.thinks,
+        "longest": max(1, min(limit, served.context_length // 4)),
+        "sampling": {name: v for name, v in sampling.items() if isinstance(v, int | float)},
+        "about": _ABOUT_DEMO if lm.is_demo and served.adapter is None else "",
+    }
 
 
 # Errors ------------------------------------------------------------------------------------------

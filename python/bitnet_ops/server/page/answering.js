@@ -1,18 +1,27 @@
 // One answer: the request, the stream, what is measured of it. Several may run, one a conversation.
 
-import { chat } from "/page/api.js";
-import { above, add, save, writing } from "/page/store.js";
+import { chat } from "./api.js";
+import { above, add, conversations, effective, events, save, wholeText, writing } from "./store.js";
 
 export const running = new Map(); // id of a conversation -> {message, note, live, stop()}
 
 const ATTEMPTS = 5; // while the server says that it is busy and when to come back
 
+events.addEventListener("change", ({ detail }) => {
+  if (!conversations.has(detail.id)) running.get(detail.id)?.stop(); // it was deleted
+});
+
 /**
- * Answers the question `parent`. `show(message, run)` is called as the answer grows, at most 30
- * times a second, and when it is there. model: its row of /v1/models.
+ * Answers the question `parent`, or goes on with `begun`, an answer to it. `show(message, run)` is
+ * called as the answer grows, at most 30 times a second, and when it is there. model: its row of
+ * `models`.
  */
-export async function answer(conversation, parent, model, show) {
+export async function answer(conversation, parent, begun, model, show) {
   const fields = { role: "assistant", parent: parent.id, text: "", model: model.id };
+  if (begun) {
+    const { text, thoughts, thinking_ms } = begun;
+    Object.assign(fields, { text, thoughts, thinking_ms, begun: text.length, continues: begun.id });
+  }
   const message = add(conversation, fields);
   const aborter = new AbortController();
   const run = { message, note: "", live: "", stop: () => aborter.abort() };
@@ -42,7 +51,7 @@ export async function answer(conversation, parent, model, show) {
     }
   } catch (error) {
     message.finish = error.name === "AbortError" ? "stopped" : "error";
-    if (message.finish === "error") message.error = error.message;
+    if (message.finish === "error") Object.assign(message, { error: error.message, code: error.code ?? "" });
   }
   refresh.cancel();
   keep.cancel();
@@ -55,6 +64,8 @@ export async function answer(conversation, parent, model, show) {
 
 async function receive(body, message, run, signal, changed) {
   const started = performance.now();
+  const given = body.messages.reduce((sum, { content }) => sum + content.length, 0);
+  const before = message.text.length;
   let first = 0;
   let finish = "";
   let parts = 0;
@@ -76,6 +87,7 @@ async function receive(body, message, run, signal, changed) {
       prompt: part.usage?.prompt_tokens ?? 0,
       cached: part.usage?.prompt_tokens_details?.cached_tokens ?? 0,
       tokens: part.usage?.completion_tokens ?? parts,
+      characters: given + message.text.length - before, // of all these tokens
     };
     changed();
   }
@@ -84,14 +96,19 @@ async function receive(body, message, run, signal, changed) {
 
 function requestBody(conversation, message, model) {
   const messages = above(conversation, message)
-    .filter(({ text }) => text) // an answer that failed before its first word
-    .map(({ role, text }) => ({ role, content: text }));
-  const system = conversation.system.trim();
+    .map((other) => ({ role: other.role, content: wholeText(other) }))
+    .filter(({ content }) => content); // without an answer that failed before its first word
+  const { system, params } = effective(conversation);
+  const { reasoning_effort, ...sent } = params;
   if (system) messages.unshift({ role: "system", content: system });
   const body = { model: model.id, messages, stream: true, stream_options: { include_usage: true } };
-  const { reasoning_effort, ...params } = conversation.params;
-  Object.assign(body, params);
-  if (model.capabilities?.includes("thinking")) {
+  Object.assign(body, { max_tokens: model.longest }, sent);
+  if (message.text) {
+    const { text: content, thoughts } = message;
+    messages.push({ role: "assistant", content, ...(thoughts && { reasoning_content: thoughts }) });
+    Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
+  }
+  if (model.thinks) {
     body.chat_template_kwargs = { enable_thinking: conversation.think };
     if (reasoning_effort && conversation.think) body.reasoning_effort = reasoning_effort;
   }

@@ -1,19 +1,21 @@
 // The server's HTTP interface, as the pages use it: requests with the key, errors, streamed answers.
 
-import { h } from "/page/dom.js";
+import { h } from "./dom.js";
 
 const KEY = "bitnet-ops-key";
+const ROOT = new URL("../", import.meta.url); // of the server, which may stand below a path of its host
 
 /** What the server, or the way to it, answered instead. status: 0 without an HTTP answer. */
 export class ApiError extends Error {
-  constructor(message, { status = 0, retryAfter = null } = {}) {
+  constructor(message, { status = 0, code = "", retryAfter = null } = {}) {
     super(message);
     this.status = status;
+    this.code = code; // of the server's error, such as "context_length_exceeded"
     this.retryAfter = retryAfter; // seconds
   }
 }
 
-/** The response to a GET, or to a POST of `body`; asks for the key where the server wants one. */
+/** The response to a GET of `path`, or to a POST of `body`; asks for the key where one is wanted. */
 export async function request(path, { body, signal } = {}) {
   for (;;) {
     const key = sessionStorage.getItem(KEY);
@@ -25,7 +27,7 @@ export async function request(path, { body, signal } = {}) {
     }
     let response;
     try {
-      response = await fetch(path, options);
+      response = await fetch(new URL(path, ROOT), options);
     } catch (error) {
       if (error.name === "AbortError") throw error;
       throw new ApiError("The server cannot be reached. Is it running?");
@@ -38,14 +40,16 @@ export async function request(path, { body, signal } = {}) {
 
 async function errorOf(response) {
   let message = "";
+  let code = "";
   try {
-    message = (await response.json()).error.message;
+    ({ message, code } = (await response.json()).error);
   } catch {
     // Something between here and the server may answer in its own form.
   }
   const seconds = parseFloat(response.headers.get("Retry-After"));
   return new ApiError(String(message || `The server answered with status ${response.status}.`), {
     status: response.status,
+    code,
     retryAfter: Number.isFinite(seconds) ? Math.min(Math.max(seconds, 0), 60) : null,
   });
 }
@@ -95,8 +99,9 @@ function askForKey(refused) {
   return asking;
 }
 
+/** The models to talk with: {id, context_length, thinks, longest, sampling, about}. */
 export async function models() {
-  return (await (await request("/v1/models")).json()).data;
+  return (await (await request("page/models")).json()).models;
 }
 
 /**
@@ -104,7 +109,7 @@ export async function models() {
  * an ApiError, also for a stream that ends before its end.
  */
 export async function* chat(body, signal) {
-  const response = await request("/v1/chat/completions", { body, signal });
+  const response = await request("v1/chat/completions", { body, signal });
   for await (const data of serverSentEvents(response)) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);

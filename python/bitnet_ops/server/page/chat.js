@@ -1,14 +1,16 @@
 // The page of conversations: which one is open, the field below it, keys, and the parts together.
 
-import { $, announce, h, icon, themeSwitch, toast } from "/page/dom.js";
-import { models as fetchModels } from "/page/api.js";
-import { answer, running } from "/page/answering.js";
-import { MessageView, fit, sends } from "/page/message.js";
-import { startSettings } from "/page/settings.js";
-import { address, discard, rename, show as showSidebar, startSidebar } from "/page/sidebar.js";
-import * as store from "/page/store.js";
+import { $, announce, h, icon, number, themeSwitch, toast } from "./dom.js";
+import { models as fetchModels } from "./api.js";
+import { answer, running } from "./answering.js";
+import { FORGET, MessageView, fit, sends } from "./message.js";
+import { startSettings } from "./settings.js";
+import { address, discard, rename, show as showSidebar, startSidebar } from "./sidebar.js";
+import { Attachments } from "./attachments.js";
+import * as store from "./store.js";
 
 let current = store.newConversation(); // kept with its first message
+let opened = ""; // its id as the address has it: none before its first message
 let models = [];
 const views = new Map(); // id of a message -> its view
 
@@ -17,8 +19,9 @@ const prompt = $("prompt");
 const scroll = $("scroll");
 const run = () => running.get(current.id);
 const model = () => models.find(({ id }) => id === current.model) ?? models[0];
-const thinks = () => Boolean(model()?.capabilities?.includes("thinking"));
+const thinks = () => Boolean(model()?.thinks);
 const saved = () => store.conversations.has(current.id);
+const attachments = new Attachments($("attached"), () => showState());
 
 // Showing ------------------------------------------------------------------------------------------
 
@@ -32,7 +35,8 @@ function show() {
     views.delete(list.lastChild.dataset.id);
     list.lastChild.remove();
   }
-  for (const { message, siblings } of steps) {
+  const begin = steps.findLastIndex(({ message }) => current.begins.includes(message.id));
+  for (const [at, { message, siblings }] of steps.entries()) {
     if (!views.has(message.id)) {
       const view = new MessageView(message, actions);
       views.set(message.id, view);
@@ -41,6 +45,7 @@ function show() {
     const view = views.get(message.id);
     view.update(run()?.message === message ? run() : null);
     view.showVersions(siblings);
+    view.showBegin(at > 0 && at === begin);
   }
   $("empty").hidden = steps.length > 0;
   showState();
@@ -54,25 +59,50 @@ function showState() {
   send.replaceChildren(icon(busy ? "stop" : "send"));
   send.title = busy ? "Stop (Esc)" : "Send";
   send.setAttribute("aria-label", busy ? "Stop the answer" : "Send");
-  send.disabled = !busy && (!prompt.value.trim() || !model());
+  send.disabled = !busy && !((prompt.value.trim() || attachments.files.length) && model());
   const title = current.title || "New conversation";
   $("title").textContent = title;
   document.title = current.title ? `${title} – bitnet-ops` : "bitnet-ops";
   $("think").hidden = !thinks();
   $("think").setAttribute("aria-pressed", String(current.think));
   if (model()) $("model").value = model().id;
+  $("about").textContent = model()?.about ?? "";
+  $("about").hidden = !model()?.about;
+  showContext();
   for (const id of ["rename", "export-markdown", "export-json", "delete"]) $(id).disabled = !saved();
+  $("export-all").disabled = store.conversations.size === 0;
+}
+
+/** How full the context is, as the newest answer counted its tokens. */
+function showContext() {
+  const found = contextOf(newest());
+  $("gauge").hidden = !found || !model();
+  $("forget").hidden = true;
+  if ($("gauge").hidden) return;
+  const used = Math.round(found.characters * found.rate);
+  const total = model().context_length;
+  const share = Math.min(used / total, 1);
+  const text = `${number(used)} of the ${number(total)} tokens that the model can see`;
+  const attributes = { "aria-valuemax": total, "aria-valuenow": Math.min(used, total), "aria-valuetext": text, title: text };
+  for (const [name, value] of Object.entries(attributes)) $("gauge").setAttribute(name, value);
+  $("gauge").classList.toggle("full", share > NEARLY_FULL);
+  $("gauge-used").setAttribute("stroke-dasharray", `${100 * share} 100`);
+  $("gauge-text").textContent = `${number(100 * share)} %`;
+  const offered = views.get(newest().id)?.offers.some(([name]) => name === FORGET); // by the answer itself
+  $("forget").hidden = Boolean(run()) || share <= NEARLY_FULL || offered || beginnings(newest()).length === 0;
 }
 
 function open(conversation) {
   current = conversation;
+  opened = saved() ? current.id : "";
   views.clear();
   $("messages").replaceChildren();
   show();
   settings.refresh();
   showSidebar();
-  prompt.value = sessionStorage.getItem(`draft-${saved() ? current.id : ""}`) ?? "";
+  prompt.value = sessionStorage.getItem(`draft-${opened}`) ?? "";
   fit(prompt);
+  attachments.open(opened);
   showState();
   scroll.scrollTop = scroll.scrollHeight;
   following = true;
@@ -81,18 +111,23 @@ function open(conversation) {
 
 /** What is typed stays with its conversation while the tab is open. */
 function keepDraft() {
-  const name = `draft-${saved() ? current.id : ""}`;
-  if (prompt.value) sessionStorage.setItem(name, prompt.value);
-  else sessionStorage.removeItem(name);
+  if (prompt.value) sessionStorage.setItem(`draft-${opened}`, prompt.value);
+  else sessionStorage.removeItem(`draft-${opened}`);
 }
 
 function openAddress() {
   const id = location.hash.slice(2);
-  if (id === current.id || (!id && !saved())) return;
+  if (id === opened) return;
   const found = store.conversations.get(id);
-  if (!found && id) history.replaceState(null, "", "#/");
-  open(found ?? store.newConversation({ model: current.model }));
+  if (found) open(found);
+  else startOver();
   if (!phone.matches) prompt.focus();
+}
+
+/** A new conversation in place of what the address names. */
+function startOver() {
+  history.replaceState(null, "", "#/");
+  open(store.newConversation({ model: current.model }));
 }
 
 let following = true; // whether the newest line stays in view
@@ -115,29 +150,33 @@ new ResizeObserver(follow).observe($("messages"));
 
 // Asking -------------------------------------------------------------------------------------------
 
-async function ask(parent, text) {
+async function ask(parent, text, files = []) {
   run()?.stop();
-  const question = store.add(current, { role: "user", parent, text, finish: "sent" });
+  const question = store.add(current, { role: "user", parent, text, files, finish: "sent" });
   await reply(question);
 }
 
-async function reply(question) {
+/** begun: an answer to go on with, or one that failed and is replaced. */
+async function reply(question, begun = null) {
   run()?.stop();
   const conversation = current;
   conversation.model = model().id;
-  const isNew = !saved();
   following = true;
-  const done = answer(conversation, question, model(), (message, state) => {
+  const done = answer(conversation, question, begun, model(), (message, state) => {
     if (conversation !== current) return;
     views.get(message.id)?.update(state);
     follow();
   });
-  if (isNew) history.pushState(null, "", address(conversation));
+  if (!opened) {
+    opened = conversation.id;
+    attachments.open(opened);
+    history.pushState(null, "", address(conversation));
+  }
   show();
   follow();
   await done;
   if (conversation === current) {
-    showState();
+    show();
     follow();
     const view = views.get(store.path(current).at(-1).message.id);
     if (view) sayAnswer(view);
@@ -152,13 +191,63 @@ function sayAnswer({ message, body }) {
   announce(message.finish === "error" ? `Error: ${message.error}` : `${message.model}: ${text}`);
 }
 
+function answerAgain(message, begun) {
+  const [question] = store.above(current, message).slice(-1);
+  if (question && model()) reply(question, begun);
+  prompt.focus();
+}
+
+// The context --------------------------------------------------------------------------------------
+
+const NEARLY_FULL = 0.75;
+const charactersOf = (messages) => messages.reduce((sum, message) => sum + store.wholeText(message).length, 0);
+const newest = () => store.path(current).at(-1)?.message;
+
+/** What is sent down to `message`: {sent, characters, rate}, tokens a character; null if unknown. */
+function contextOf(message) {
+  if (!message) return null;
+  const sent = [...store.above(current, message), message];
+  const counted = sent.findLast(({ stats }) => stats?.prompt && stats.characters)?.stats;
+  if (!counted) return null;
+  const characters = charactersOf(sent) + store.effective(current).system.length;
+  return { sent, characters, rate: (counted.prompt + counted.tokens) / counted.characters };
+}
+
+/** The questions down to `message` with which sending could begin instead, the oldest one first. */
+function beginnings(message) {
+  const questions = [...store.above(current, message), message].filter(({ role }) => role === "user");
+  return questions.slice(1);
+}
+
+/** Leaves out so many of the oldest turns that half of the context is free, and one at least. */
+function forgetOldest(message) {
+  const found = contextOf(message);
+  const rate = found?.rate ?? 0.3;
+  const sent = [...store.above(current, message), message];
+  const fits = (question) => charactersOf(sent.slice(sent.indexOf(question))) * rate <= model().context_length / 2;
+  const questions = beginnings(message);
+  const begin = questions.find(fits) ?? questions.at(-1);
+  if (!begin) return;
+  current.begins.push(begin.id);
+  store.save(current);
+}
+
 const actions = {
-  edit: (message, text) => model() && ask(message.parent, text),
-  regenerate: (message) => {
-    const [question] = store.above(current, message).slice(-1);
-    if (question && model()) reply(question).then(() => {});
+  edit: (message, text) => model() && ask(message.parent, text, message.files),
+  regenerate: (message) => answerAgain(message, message.text ? null : message),
+  goOn: (message) => answerAgain(message, message),
+  forget: (message) => {
+    forgetOldest(message);
+    answerAgain(message, message);
+  },
+  remember: (message) => {
+    current.begins = current.begins.filter((id) => id !== message.id);
+    store.save(current);
+    show();
     prompt.focus();
   },
+  older: (message) => beginnings(message).length > 0,
+  contextLength: () => model()?.context_length ?? Infinity,
   choose: (message, action) => {
     current.chosen[message.parent] = message.id;
     store.save(current);
@@ -174,11 +263,20 @@ $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   if (run()) return run().stop();
   const text = prompt.value.trim();
-  if (!text || !model()) return;
+  const { files } = attachments;
+  if (!(text || files.length) || !model()) return;
   prompt.value = "";
   fit(prompt);
-  ask(store.path(current).at(-1)?.message.id ?? store.ROOT, text);
   keepDraft();
+  attachments.clear();
+  ask(newest()?.id ?? store.ROOT, text, files);
+});
+
+$("forget").addEventListener("click", () => {
+  forgetOldest(newest());
+  show();
+  toast("The model no longer sees the oldest messages; a line says from where on.");
+  prompt.focus();
 });
 
 prompt.addEventListener("input", () => {
@@ -230,7 +328,7 @@ $("close-sidebar").addEventListener("click", closeSidebar);
 $("scrim").addEventListener("click", closeSidebar);
 
 function startNew() {
-  if (saved()) location.hash = "#/";
+  if (opened) location.hash = "#/";
   closeSidebar();
   prompt.focus();
 }
@@ -279,6 +377,7 @@ const menu = {
   rename: () => (openSidebar(), rename(current)),
   "export-markdown": () => download(`${fileName()}.md`, "text/markdown", store.asMarkdown(current)),
   "export-json": () => download(`${fileName()}.json`, "application/json", store.asJson(current)),
+  "export-all": () => download("conversations.json", "application/json", store.allAsJson()),
   import: () => $("file").click(),
   delete: () => discard(current),
 };
@@ -294,9 +393,10 @@ $("file").addEventListener("change", async () => {
   $("file").value = "";
   if (!file) return;
   try {
-    const conversation = store.fromJson(await file.text());
-    await store.save(conversation);
-    location.hash = address(conversation);
+    const found = store.fromJson(await file.text());
+    for (const conversation of found) await store.save(conversation);
+    if (found.length > 1) toast(`Took over ${found.length} conversations.`);
+    else location.hash = address(found[0]);
   } catch (error) {
     toast(error.message, { alert: true });
   }
@@ -310,20 +410,21 @@ $("think").addEventListener("click", () => {
 
 $("model").addEventListener("change", () => {
   current.model = $("model").value;
-  showState();
+  show();
+  settings.refresh();
   if (saved()) store.save(current);
 });
 
 const settings = startSettings({
   get: () => current,
   changed: () => saved() && store.save(current),
-  thinks,
+  model,
 });
 
 async function connect() {
   $("offline").hidden = true;
   try {
-    models = (await fetchModels()).filter(({ capabilities }) => capabilities?.includes("completion") ?? true);
+    models = await fetchModels();
     $("model").replaceChildren(...models.map(({ id }) => h("option", { value: id }, id)));
     $("model").disabled = models.length === 0;
   } catch (error) {
@@ -331,14 +432,14 @@ async function connect() {
     $("offline-why").textContent = error.message;
     if ($("empty").hidden) toast(error.message, { action: "Try again", act: connect, alert: true, seconds: 60 });
   }
-  showState();
+  show();
 }
 
 $("reconnect").addEventListener("click", connect);
 store.events.addEventListener("trouble", ({ detail }) => toast(detail.message, { alert: true, seconds: 60 }));
 store.events.addEventListener("change", ({ detail }) => {
   if (detail.id !== current.id) return;
-  if (!saved() && location.hash === address(current)) location.hash = "#/"; // deleted in another tab
+  if (!saved() && opened) startOver(); // it was deleted, here or in another tab
   else if (!run()) show();
   else showState();
 });

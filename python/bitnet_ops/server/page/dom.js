@@ -25,7 +25,7 @@ function filled(element, attributes, children) {
 export const $ = (id) => document.getElementById(id);
 
 export function icon(name) {
-  const use = svg("use", { href: `/page/icons.svg#${name}` });
+  const use = svg("use", { href: `#icon-${name}` }); // the page holds them: they are there without a server
   return svg("svg", { class: "icon", "aria-hidden": "true" }, use);
 }
 

@@ -2,7 +2,7 @@
 // text; a link leads to http, https or mail only. Every loop moves forward, and nesting is bounded:
 // time grows with the length of the text, whatever it holds.
 
-import { copyText, h, icon } from "/page/dom.js";
+import { copyText, h, icon } from "./dom.js";
 
 const DEEPEST = 12; // lists, quotes and emphasis within each other; what is deeper stays text
 
@@ -62,6 +62,7 @@ const isTable = (line, next) =>
 /** The outermost blocks: {kind, lines} and for some a `head`. */
 function blocksOf(lines) {
   const blocks = [];
+  const headings = new Headings();
   let at = 0;
   const take = (kind, end, head) => {
     blocks.push({ kind, head, lines: lines.slice(at, end) });
@@ -90,7 +91,8 @@ function blocksOf(lines) {
       }
       take("math", end);
     } else if ((match = HEADING.exec(line))) {
-      take(`h${Math.min(match[1].length + 2, 6)}`, end, (match[2] ?? "").trim());
+      blocks.push({ kind: headings.next(match[1].length), head: (match[2] ?? "").trim(), lines: [line] });
+      at = end;
     } else if (RULE.test(line)) {
       take("rule", end);
     } else if (QUOTE.test(line)) {
@@ -116,6 +118,17 @@ function blocksOf(lines) {
     }
   }
   return blocks;
+}
+
+/** Levels of headings below that of a message, h2, of which none is left out. */
+class Headings {
+  above = [];
+
+  next(level) {
+    while (this.above.at(-1) >= level) this.above.pop();
+    this.above.push(level);
+    return `h${Math.min(this.above.length + 2, 6)}`;
+  }
 }
 
 /** Where the list that starts at `at` ends: at text that is not indented, behind a blank line. */

@@ -1,16 +1,22 @@
 // How one message looks: a question as it was typed, an answer as Markdown, what can be done with it.
 
-import { copyText, h, iconButton, number } from "/page/dom.js";
-import { Markdown } from "/page/markdown.js";
+import { copyText, h, icon, iconButton, number } from "./dom.js";
+import { Markdown } from "./markdown.js";
+import { wholeText } from "./store.js";
+
+export const FORGET = "Forget the oldest";
 
 /**
- * The view of a message. actions: edit(message, text), regenerate(message), choose(message) of a
- * sibling, focus() for the field of the next message.
+ * The view of a message. actions: edit(message, text), regenerate(message), goOn(message) with an
+ * answer that was cut off, choose(message) of a sibling, focus() for the field of the next message;
+ * forget(message): what is oldest above it, and answer then; remember(message): what is above it;
+ * older(message): whether there is anything to forget; contextLength().
  */
 export class MessageView {
   constructor(message, actions) {
     this.message = message;
     this.actions = actions;
+    this.offers = []; // of the note: [name, act]
     this.foot = h("footer", { class: "foot" });
     this.versions = h("div", { class: "versions", role: "group", "aria-label": "Versions" });
     const title = `title-${message.id}`;
@@ -25,8 +31,9 @@ export class MessageView {
   }
 
   buildQuestion() {
-    this.bubble = h("div", { class: "bubble", dir: "auto" }, this.message.text);
-    const copy = iconButton("copy", "Copy", () => copyText(this.message.text, copy));
+    const { text, files = [] } = this.message;
+    this.bubble = h("div", { class: "bubble", dir: "auto" }, files.map(attachment), text);
+    const copy = iconButton("copy", "Copy", () => copyText(wholeText(this.message), copy));
     const edit = iconButton("edit", "Edit", () => this.edit(), { "data-action": "edit" });
     this.foot.append(this.versions, copy, edit);
     this.element.append(this.bubble, this.foot);
@@ -62,17 +69,52 @@ export class MessageView {
     this.markdown.update(text);
     this.waiting.hidden = !active || Boolean(text || thoughts || run.note);
     this.buttons.hidden = active;
-    this.showNote(active ? run.note : noteOf(message), finish === "error" && !active);
+    this.showNote(active ? { text: run.note } : this.noteOf(message), finish === "error" && !active);
     this.stats.replaceChildren(...(stats ? statsOf(stats, active) : []));
   }
 
-  showNote(text, failed) {
+  showNote({ text, offers = [] }, failed) {
     this.note.hidden = !text;
     this.note.classList.toggle("failed", failed);
-    if (this.note.dataset.text === text) return;
-    this.note.dataset.text = text;
-    const retry = failed && h("button", { type: "button", onclick: () => this.actions.regenerate(this.message) }, "Try again");
-    this.note.replaceChildren(h("span", {}, text), ...(retry ? [retry] : []));
+    const shown = [text, ...offers.map(([name]) => name)].join("\n");
+    if (this.note.dataset.shown === shown) return;
+    this.note.dataset.shown = shown;
+    this.offers = offers;
+    const buttons = offers.map(([name, act]) => h("button", { type: "button", onclick: () => act(this.message) }, name));
+    this.note.replaceChildren(h("span", {}, text), ...buttons);
+  }
+
+  /** How an answer ended, if there is anything to say, and what can be done: {text, offers}. */
+  noteOf({ finish, error, code, text, stats }) {
+    const { forget, goOn, older, regenerate } = this.actions;
+    const context = number(this.actions.contextLength());
+    const forgetting = older(this.message) ? [[FORGET, forget]] : [];
+    const going = text ? [["Continue", goOn]] : [];
+    if (code === "context_length_exceeded") {
+      const why = forgetting.length
+        ? `The context is full: the conversation does not fit into the ${context} tokens that the model can see.`
+        : `This message does not fit into the ${context} tokens that the model can see. Make it shorter.`;
+      return { text: why, offers: forgetting };
+    }
+    if (finish === "error") return { text: error, offers: [["Try again", regenerate], ...going] };
+    if (finish === "stopped") return { text: "Stopped.", offers: going };
+    if (finish === "length" && stats?.prompt + stats?.tokens >= this.actions.contextLength()) {
+      return { text: `Cut off: the context of ${context} tokens is full.`, offers: forgetting };
+    }
+    if (finish === "length") return { text: "Cut off at the limit of tokens.", offers: going };
+    if (finish === "content_filter") return { text: "Cut off by a filter." };
+    if (!finish) return { text: "Not finished: the page was closed, or another tab is receiving it.", offers: going };
+    return { text: text ? "" : "The model said nothing." };
+  }
+
+  /** Whether sending begins here, and what is above is forgotten. */
+  showBegin(begins) {
+    this.begin?.remove();
+    this.begin = null;
+    if (!begins) return;
+    const button = h("button", { type: "button", class: "quiet", onclick: () => this.actions.remember(this.message) }, "Remember it again");
+    this.begin = h("p", { class: "begin" }, h("span", {}, "The model no longer sees what stands above."), button);
+    this.element.prepend(this.begin);
   }
 
   /** Which of its `siblings` this one is; nothing where it is the only one. */
@@ -101,7 +143,7 @@ export class MessageView {
     };
     const send = () => {
       const text = field.value.trim();
-      if (!text) return;
+      if (!text && !this.message.files?.length) return;
       close();
       this.actions.edit(this.message, text);
       this.actions.focus();
@@ -154,14 +196,18 @@ function thoughtFor(ms) {
   return ms ? `Thought for ${ms < 9950 ? number(ms / 1000, 1) : number(ms / 1000)} s` : "Thoughts";
 }
 
-function noteOf({ finish, error, text }) {
-  if (finish === "error") return error;
-  if (finish === "stopped") return "Stopped.";
-  if (finish === "length") return "Cut off at the limit of tokens.";
-  if (finish === "content_filter") return "Cut off by a filter.";
-  if (!finish) return "Not finished: the page was closed, or another tab is receiving it.";
-  return text ? "" : "The model said nothing.";
-}
+const attachment = ({ name, text }) =>
+  h(
+    "details",
+    { class: "file" },
+    h("summary", {}, icon("attach"), h("span", {}, name), h("small", {}, sizeOf(text))),
+    h("pre", { tabindex: "0", role: "group", "aria-label": `File ${name}` }, text),
+  );
+
+export const sizeOf = (text) => {
+  const bytes = new TextEncoder().encode(text).length;
+  return bytes < 1000 ? `${bytes} bytes` : `${number(bytes / 1000, bytes < 9950 ? 1 : 0)} kB`;
+};
 
 function statsOf({ rate, first_ms, prompt, cached, tokens }, active) {
   const parts = [];

@@ -1,8 +1,9 @@
-// The sheet of a conversation's system prompt and parameters. An empty field leaves a parameter to
-// the server, and is not sent.
+// The sheet of system prompt and parameters, of one conversation or of all. A field that is empty
+// shows what holds then: what is set for all conversations, or else the model's own value.
 
-import { $, h } from "/page/dom.js";
-import { fit } from "/page/message.js";
+import { $, h } from "./dom.js";
+import { fit } from "./message.js";
+import { share, shared } from "./store.js";
 
 const NUMBERS = [
   // name, label, smallest, largest, step, what it does
@@ -17,9 +18,24 @@ const NUMBERS = [
   ["presence_penalty", "Presence penalty", -2, 2, 0.1, "The same however often it was there."],
 ];
 
-/** Fills the dialog. get(): the conversation; changed(): it was edited; thinks(): its model can think. */
-export function startSettings({ get, changed, thinks }) {
+const HELP = {
+  one: "What is empty is as for all conversations, or else the model's own.",
+  all: "For conversations that say nothing else. What is empty is the model's own.",
+};
+
+/** Fills the dialog. get(): the conversation; changed(): it was edited; model(): its row of `models`. */
+export function startSettings({ get, changed, model }) {
   const dialog = $("settings");
+  const scope = dialog.querySelector(".scope");
+  const forAll = () => scope.querySelector(":checked").value === "all";
+  /** Edits what the sheet shows now. */
+  const change = (edit) => {
+    const target = forAll() ? shared() : get();
+    edit(target);
+    if (forAll()) share(target);
+    note();
+    changed();
+  };
   const fields = new Map(); // name -> {element, write(value), read()}: undefined is "not stated"
   const add = (name, element, label, help, { write, read }) => {
     element.id = `param-${name}`;
@@ -34,14 +50,11 @@ export function startSettings({ get, changed, thinks }) {
       hint.classList.toggle("wrong", !valid);
       if (!valid) return;
       const value = read();
-      if (value === undefined) delete get().params[name];
-      else get().params[name] = value;
-      note();
-      changed();
+      change(({ params }) => (value === undefined ? delete params[name] : (params[name] = value)));
     });
   };
   for (const [name, label, min, max, step, help] of NUMBERS) {
-    const input = h("input", { type: "number", min, max, step: step === 1 ? 1 : "any", inputmode: "decimal", placeholder: "default" });
+    const input = h("input", { type: "number", min, max, step: step === 1 ? 1 : "any", inputmode: "decimal" });
     const read = () => (input.value === "" ? undefined : Number(input.value));
     add(name, input, label, help, { read, write: (value) => (input.value = value ?? "") });
   }
@@ -50,7 +63,7 @@ export function startSettings({ get, changed, thinks }) {
     read: () => effort.value || undefined,
     write: (value) => (effort.value = value ?? ""),
   });
-  const stop = h("textarea", { rows: "2", placeholder: "none", spellcheck: "false" });
+  const stop = h("textarea", { rows: "2", spellcheck: "false" });
   add("stop", stop, "Stop texts", "The answer ends before any of these; one a line.", {
     read: () => {
       const lines = stop.value.split("\n").filter(Boolean);
@@ -61,37 +74,45 @@ export function startSettings({ get, changed, thinks }) {
   const system = $("system");
   system.addEventListener("input", () => {
     fit(system);
-    get().system = system.value;
-    note();
-    changed();
+    change((target) => (target.system = system.value));
   });
 
   function write() {
+    const all = forAll();
+    const { system: text, params } = all ? shared() : get();
+    const below = all ? { system: "", params: {} } : shared();
+    const own = { ...model()?.sampling, max_tokens: model()?.longest, seed: "any", stop: "none", ...below.params };
     for (const [name, { element, write: put }] of fields) {
-      put(get().params[name]);
+      put(params[name]);
       element.removeAttribute("aria-invalid");
+      element.placeholder = own[name] === undefined ? "" : `default: ${[own[name]].flat().join(", ")}`;
     }
-    system.value = get().system;
-    $("params").querySelector('[data-name="reasoning_effort"]').hidden = !thinks();
+    effort.options[0].text = below.params.reasoning_effort ? `default: ${below.params.reasoning_effort}` : "default";
+    system.value = text;
+    system.placeholder = below.system || "none";
+    $("scope-help").textContent = HELP[all ? "all" : "one"];
+    $("params").querySelector('[data-name="reasoning_effort"]').hidden = !model()?.thinks;
     note();
   }
 
   /** Marks the button, for what is set here is not seen while the sheet is closed. */
   function note() {
-    const count = Object.keys(get().params).length + (get().system.trim() ? 1 : 0);
+    const count = countOf(get());
     $("open-settings").dataset.count = count || "";
     const label = count ? `Parameters (${count} set)` : "Parameters";
     $("open-settings").setAttribute("aria-label", label);
     $("open-settings").title = label;
-    $("reset").disabled = count === 0;
+    $("reset").disabled = countOf(forAll() ? shared() : get()) === 0;
   }
 
   $("reset").addEventListener("click", () => {
-    get().params = {};
-    get().system = "";
+    change((target) => Object.assign(target, { params: {}, system: "" }));
     write();
     system.focus();
-    changed();
+  });
+  scope.addEventListener("change", () => {
+    write();
+    fit(system);
   });
   $("open-settings").addEventListener("click", () => {
     write();
@@ -100,3 +121,5 @@ export function startSettings({ get, changed, thinks }) {
   });
   return { refresh: write };
 }
+
+const countOf = ({ params, system }) => Object.keys(params).length + (system.trim() ? 1 : 0);

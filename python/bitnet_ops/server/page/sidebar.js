@@ -1,8 +1,8 @@
 // The list of conversations: by date or as found, renamed and deleted where they stand.
 
-import { $, h, iconButton, toast } from "/page/dom.js";
-import { running } from "/page/answering.js";
-import { events, remove, save, search } from "/page/store.js";
+import { $, h, iconButton, toast } from "./dom.js";
+import { running } from "./answering.js";
+import { events, remove, restore, save, search } from "./store.js";
 
 export const address = (conversation) => `#/${conversation.id}`;
 
@@ -46,7 +46,7 @@ export function show() {
   const { activeElement } = document;
   const focused = activeElement.closest("li[data-id]")?.dataset.id;
   const part = activeElement.dataset.action ? `[data-action="${activeElement.dataset.action}"]` : "a";
-  const lists = [...groups].map(([name, rows]) => [h("h2", {}, name), h("ul", { "aria-label": name }, rows)]);
+  const lists = [...groups].map(([name, rows]) => [h("p", { class: "group", "aria-hidden": "true" }, name), h("ul", { "aria-label": name }, rows)]);
   const none = query.trim() ? `Nothing holds “${query.trim()}”.` : "Your conversations will stand here.";
   $("conversations").replaceChildren(...(lists.length ? lists.flat() : [h("p", { class: "none" }, none)]));
   $("found").textContent = query.trim() ? `${groups.get("Found")?.length ?? 0} found` : "";
@@ -114,15 +114,13 @@ export function rename(conversation) {
 
 /** Deletes, and offers to take it back. */
 export async function discard(conversation) {
-  running.get(conversation.id)?.stop();
   const open = conversation === current();
   await remove(conversation);
-  if (open) location.hash = "#/";
   $("new").focus();
   toast(`Deleted “${conversation.title}”`, {
     action: "Undo",
     act: async () => {
-      await save(conversation);
+      await restore(conversation);
       if (open) location.hash = address(conversation);
     },
   });

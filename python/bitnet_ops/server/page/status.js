@@ -1,14 +1,14 @@
 // The page of the server's state, asked every two seconds while it is seen.
 
-import { request } from "/page/api.js";
-import { $, h, number, svg, themeSwitch } from "/page/dom.js";
+import { request } from "./api.js";
+import { $, h, number, svg, themeSwitch } from "./dom.js";
 
 const EVERY = 2000; // milliseconds
 
 async function refresh() {
   if (!document.hidden) {
     try {
-      show(await (await request("/status/data")).json());
+      show(await (await request("status/data")).json());
     } catch (error) {
       showState("lost", error.message, "Asking again every two seconds.");
     }

@@ -1,15 +1,18 @@
 // The conversations of this browser: kept in IndexedDB, shared with its other tabs, searched,
-// exported, imported.
+// exported, imported; and what holds for all of them.
 //
 // A conversation is a tree: a message names its parent (ROOT for the first), and another answer or
 // another wording is a sibling. `chosen` says which child of a parent is shown. A message does not
-// change once it has a `finish`, so what two tabs wrote is joined message by message.
+// change once it has a `finish`, so what two tabs wrote is joined message by message. Going on with
+// an answer makes another one, which `continues` it and takes its place.
 
 export const ROOT = "";
 export const conversations = new Map(); // id -> conversation, all of them
 /** "change": {id}, of this or another tab; "trouble": {message}, when nothing can be kept. */
 export const events = new EventTarget();
 export const writing = new Set(); // ids of the messages that this tab is receiving
+const written = new Set(); // ids of the conversations that the database has had
+const deleted = new Set(); // ids of those that were deleted, here or in another tab
 
 const newId = () => crypto.getRandomValues(new Uint32Array(3)).join("-");
 const tell = (type, detail) => events.dispatchEvent(new CustomEvent(type, { detail }));
@@ -27,6 +30,7 @@ export function newConversation(settings = {}) {
     system: "",
     think: true,
     params: {},
+    begins: [], // ids of messages: what stands above the last of them in the path is not sent
     messages: [],
     chosen: {},
     ...settings,
@@ -39,7 +43,7 @@ export function add(conversation, fields) {
   conversation.messages.push(message);
   conversation.chosen[message.parent] = message.id;
   conversation.updated = message.time;
-  conversation.title ||= titleOf(message.text);
+  conversation.title ||= titleOf(message.text || message.files?.[0]?.name || "");
   return message;
 }
 
@@ -55,6 +59,13 @@ export function path(conversation) {
     if (!below.has(message.parent)) below.set(message.parent, []);
     below.get(message.parent).push(message);
   }
+  for (const [parent, siblings] of below) {
+    const replaced = new Set();
+    for (const { text, begun, finish, continues } of siblings) {
+      if (text.length > begun || !finish) replaced.add(continues);
+    }
+    below.set(parent, siblings.filter(({ id }) => !replaced.has(id) || below.has(id)));
+  }
   const steps = [];
   let siblings = below.get(ROOT);
   while (siblings) {
@@ -67,12 +78,25 @@ export function path(conversation) {
   return steps;
 }
 
-/** The messages above `message`, the first one first. */
+/** The messages above `message`, the first one first, from the one on with which sending begins. */
 export function above(conversation, message) {
   const byId = new Map(conversation.messages.map((other) => [other.id, other]));
   const found = [];
-  for (let at = byId.get(message.parent); at; at = byId.get(at.parent)) found.unshift(at);
+  for (let at = byId.get(message.parent); at; at = byId.get(at.parent)) {
+    found.unshift(at);
+    if (conversation.begins.includes(at.id)) break;
+  }
   return found;
+}
+
+/** The text of a message as it is sent: its files, then what was typed. */
+export function wholeText({ text, files = [] }) {
+  const parts = files.map((file) => {
+    const runs = file.text.match(/`+/g) ?? [];
+    const fence = "`".repeat(Math.max(3, ...runs.map((run) => run.length + 1)));
+    return `${file.name}\n${fence}\n${file.text}${file.text.endsWith("\n") ? "" : "\n"}${fence}\n`;
+  });
+  return [...parts, text].filter(Boolean).join("\n");
 }
 
 // Keeping ------------------------------------------------------------------------------------------
@@ -96,7 +120,7 @@ export async function open() {
     request.onupgradeneeded = () =>
       request.result.createObjectStore("conversations", { keyPath: "id" });
     database = await settled(request);
-    for (const kept of await settled(table("readonly").getAll())) conversations.set(kept.id, kept);
+    for (const kept of await settled(table("readonly").getAll())) know(kept);
   } catch {
     trouble("This browser keeps no data for this page: conversations last as long as the tab.");
     return;
@@ -105,15 +129,23 @@ export async function open() {
   channel.onmessage = ({ data: id }) => follow(id);
 }
 
+/** Takes a conversation of the database into the list. */
+function know(kept) {
+  kept.begins ??= []; // what an older page has kept
+  conversations.set(kept.id, kept);
+  written.add(kept.id);
+  deleted.delete(kept.id);
+}
+
 async function follow(id) {
   const kept = await settled(table("readonly").get(id));
   const mine = conversations.get(id);
-  if (!kept) conversations.delete(id);
-  else if (!mine) conversations.set(id, kept);
+  if (!kept) forget(id);
+  else if (!mine) know(kept);
   else {
     join(mine, kept);
-    for (const field of ["title", "updated", "model", "system", "think", "params"]) {
-      mine[field] = kept[field];
+    for (const field of ["title", "updated", "model", "system", "think", "params", "begins"]) {
+      mine[field] = kept[field] ?? mine[field];
     }
     // What is shown stays as it is here, except that a new message is shown.
     mine.chosen = { ...kept.chosen, ...mine.chosen };
@@ -131,8 +163,12 @@ function join(mine, kept) {
   }
 }
 
-/** Keeps the conversation as it is now, joined with what another tab added. */
+/**
+ * Keeps the conversation as it is now, joined with what another tab added. One that was deleted
+ * stays so, here or in another tab: see `restore`.
+ */
 export async function save(conversation) {
+  if (deleted.has(conversation.id)) return;
   conversations.set(conversation.id, conversation);
   tell("change", { id: conversation.id });
   if (!database) return;
@@ -145,9 +181,11 @@ export async function save(conversation) {
     finished.catch(() => {}); // awaited below, unless put throws before
     const kept = await settled(records.get(conversation.id));
     if (kept) join(conversation, kept);
-    if (!conversations.has(conversation.id)) return records.transaction.abort(); // deleted meanwhile
+    else if (written.has(conversation.id)) forget(conversation.id); // by another tab
+    if (deleted.has(conversation.id)) return records.transaction.abort();
     records.put(conversation);
     await finished;
+    written.add(conversation.id);
     troubled = false;
     channel.postMessage(conversation.id);
   } catch (error) {
@@ -165,13 +203,54 @@ function trouble(message) {
   troubled = true; // until something is kept again: one message, not one a second
 }
 
-/** Deletes a conversation; `save` brings it back. */
+function forget(id) {
+  conversations.delete(id);
+  deleted.add(id);
+  tell("change", { id });
+}
+
+/** Deletes a conversation; an answer that is still coming to it is not kept. */
 export async function remove(conversation) {
-  conversations.delete(conversation.id);
-  tell("change", { id: conversation.id });
+  forget(conversation.id);
   if (!database) return;
   await settled(table("readwrite").delete(conversation.id));
   channel.postMessage(conversation.id);
+}
+
+/** Takes back `remove`. */
+export async function restore(conversation) {
+  deleted.delete(conversation.id);
+  written.delete(conversation.id);
+  await save(conversation);
+}
+
+// Settings of all conversations --------------------------------------------------------------------
+
+const SHARED = "bitnet-ops-settings";
+
+/** {system, params}: of every conversation that does not say otherwise. */
+export function shared() {
+  let found = {};
+  try {
+    found = JSON.parse(localStorage.getItem(SHARED)) ?? {};
+  } catch {
+    // Nothing is kept, or by no page of this kind.
+  }
+  return { system: text(found.system), params: paramsOf(found.params) };
+}
+
+export function share(settings) {
+  try {
+    localStorage.setItem(SHARED, JSON.stringify(settings));
+  } catch {
+    tell("trouble", { message: "This browser keeps no data for this page: settings cannot be kept." });
+  }
+}
+
+/** {system, params} as they are sent. */
+export function effective(conversation) {
+  const { system, params } = shared();
+  return { system: conversation.system.trim() || system.trim(), params: { ...params, ...conversation.params } };
 }
 
 // Searching ----------------------------------------------------------------------------------------
@@ -198,48 +277,61 @@ export function search(query) {
 // Exporting and importing --------------------------------------------------------------------------
 
 const FORMAT = "bitnet-ops conversation";
+const FORMAT_OF_ALL = "bitnet-ops conversations";
 
 export const asJson = (conversation) =>
   JSON.stringify({ format: FORMAT, version: 1, conversation }, null, 2);
 
+export const allAsJson = () =>
+  JSON.stringify({ format: FORMAT_OF_ALL, version: 1, conversations: [...conversations.values()] }, null, 2);
+
 export function asMarkdown(conversation) {
   const parts = [`# ${conversation.title}`];
-  if (conversation.system) parts.push("## System", conversation.system);
+  const { system } = effective(conversation);
+  if (system) parts.push("## System", system);
   for (const { message } of path(conversation)) {
-    parts.push(message.role === "user" ? "## You" : `## ${message.model}`, message.text);
+    parts.push(message.role === "user" ? "## You" : `## ${message.model}`, wholeText(message));
   }
   return `${parts.join("\n\n")}\n`;
 }
 
 const text = (value) => (typeof value === "string" ? value : "");
+const list = (value) => (Array.isArray(value) ? value : []);
 const count = (value) => (Number.isFinite(value) ? value : 0);
+const paramsOf = (given) =>
+  Object.fromEntries(
+    Object.entries(given ?? {}).filter(
+      ([, value]) =>
+        Number.isFinite(value) ||
+        typeof value === "string" ||
+        (Array.isArray(value) && value.every((item) => typeof item === "string")),
+    ),
+  );
 
-/** The conversation of a file of `asJson`, under new ids; only what this page knows is taken over. */
+/** The conversations of a file of `asJson` or `allAsJson`, under new ids. */
 export function fromJson(source) {
   let file;
   try {
     file = JSON.parse(source);
   } catch {
-    throw new Error("This file is not JSON. Choose a conversation exported from this page.");
+    throw new Error("This file is not JSON. Choose a file exported from this page.");
   }
-  const given = file?.conversation;
-  if (file?.format !== FORMAT || !Array.isArray(given?.messages)) {
+  const given = { [FORMAT]: [file?.conversation], [FORMAT_OF_ALL]: list(file?.conversations) }[file?.format];
+  if (!given?.length || !given.every((one) => Array.isArray(one?.messages))) {
     throw new Error("This file holds no conversation exported from this page.");
   }
+  return given.map(imported);
+}
+
+/** A conversation of a file; only what this page knows is taken over. */
+function imported(given) {
   const conversation = newConversation({
     title: text(given.title).slice(0, 200) || "Imported conversation",
     created: count(given.created),
     model: text(given.model),
     system: text(given.system),
     think: given.think !== false,
-    params: Object.fromEntries(
-      Object.entries(given.params ?? {}).filter(
-        ([, value]) =>
-          Number.isFinite(value) ||
-          typeof value === "string" ||
-          (Array.isArray(value) && value.every((item) => typeof item === "string")),
-      ),
-    ),
+    params: paramsOf(given.params),
   });
   const renamed = new Map([[ROOT, ROOT]]);
   for (const message of given.messages) {
@@ -255,12 +347,16 @@ export function fromJson(source) {
       thoughts: text(message.thoughts),
       thinking_ms: count(message.thinking_ms),
       model: text(message.model),
+      files: list(message.files).map((file) => ({ name: text(file?.name), text: text(file?.text) })),
       finish: text(message.finish) || "stop",
       error: text(message.error),
+      code: text(message.code),
+      begun: count(message.begun),
+      continues: renamed.get(message.continues),
       time: count(message.time),
     });
     if (message.stats) {
-      const names = ["first_ms", "rate", "prompt", "cached", "tokens"];
+      const names = ["first_ms", "rate", "prompt", "cached", "tokens", "characters"];
       taken.stats = Object.fromEntries(names.map((name) => [name, count(message.stats[name])]));
     }
     renamed.set(message.id, taken.id);
@@ -271,6 +367,7 @@ export function fromJson(source) {
       conversation.chosen[renamed.get(parent)] = renamed.get(child);
     }
   }
-  conversation.updated = Date.now();
+  conversation.begins = list(given.begins).flatMap((id) => renamed.get(id) ?? []);
+  conversation.updated = count(given.updated) || Date.now();
   return conversation;
 }
