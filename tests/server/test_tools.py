@@ -16,7 +16,7 @@ import pytest
 
 import bitnet_ops
 from bitnet_ops.generate.engine import Engine, Finished, Limits, NewToken
-from bitnet_ops.generate.grammar import GrammarError, Grammars
+from bitnet_ops.generate.grammar import Grammars
 from bitnet_ops.generate.sampling import SamplingParams
 from bitnet_ops.generate.tokenizer import Tokenizer
 from bitnet_ops.server.exchange import (
@@ -361,39 +361,224 @@ def test_what_cannot_be_followed_is_named(
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_names_that_have_no_place_in_xml() -> None:
-    tool = Tool("a", "", {"properties": {"x>": {"type": "string"}}})
-    assert HERMES.grammar(GRAMMARS_WORDS, [tool], ToolChoice())
-    with pytest.raises(GrammarError, match=r"^tools\[0\].function.parameters: expected names with"):
-        XML.grammar(GRAMMARS_WORDS, [tool], ToolChoice())
-
-
 GRAMMARS_WORDS = grammars_of(tokenizer_of())
 
 
-def test_keywords_that_are_not_known_are_ignored_in_tools() -> None:
-    """Agents send whatever their own schemas have."""
-    schema = {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "type": ["object", "null"],
-        "properties": {
-            "uri": {"type": "string", "format": "uri-template", "x-more": 1},
-            "list": {"type": "array", "uniqueItems": True, "items": {"type": "integer"}},
-            "one": {"oneOf": [{"type": "string"}, {"type": "integer"}]},
+TEXT, WHOLE = {"type": "string"}, {"type": "integer"}
+MAIL = r"^(?!.*@.*@)[\w.+-]+@[\w-]+\.[a-z]{2,}$"
+DRAFT_4 = {"$schema": "http://json-schema.org/draft-04/schema#"}
+NODE = {"v": WHOLE, "next": {"$ref": "#/$defs/n%6fde"}}
+
+
+def objects(properties: dict[str, Any], *required: str, **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(required), **more}
+
+
+# A schema, arguments that it allows, and arguments that no form may write.
+ARGUMENTS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
+    "order": (
+        objects({"limit": WHOLE, "path": TEXT, "text": TEXT}, "path", "text"),
+        [{"text": "t", "path": "p", "limit": 1}, {"path": "p", "text": "<b>\nt"}],
+        [{"path": "p"}, {"path": "p", "text": "t", "more": 1}],
+    ),
+    "order within": (
+        objects({"a": {"type": "array", "items": objects({"x": WHOLE, "y": TEXT}, "y")}}),
+        [{"a": [{"y": "s", "x": 1}, {"y": ""}]}, {"a": []}],
+        [{"a": [{"x": 1}]}, {"a": [{"y": "s", "z": 1}]}],
+    ),
+    "seventy": (
+        objects({f"p{i}": WHOLE for i in range(70)}, "p69", "p0"),
+        [{"p5": 1, "p69": 2, "p0": 3}],
+        [{"p69": 1}, {"p5": 1, "p7": 2}],
+    ),
+    "patterns": (
+        objects({"mail": {**TEXT, "pattern": MAIL}, "year": {**TEXT, "pattern": r"\d{4}"}}),
+        [{"mail": "a@b.de", "year": "in 1999, then"}],
+        [{"year": "199"}],
+    ),
+    "anchors": (
+        objects({"a": {**TEXT, "pattern": "^/a|b$"}, "b": {**TEXT, "pattern": "^(a|b$)"}}),
+        [{"a": "/ab c"}, {"a": "x b"}, {"b": "ab"}, {"b": "b"}],
+        [{"a": "x/a"}],
+    ),
+    "classes of other dialects": (
+        objects({"a": {**TEXT, "pattern": r"^[a&\&b]$|^[x-z&&b]$"}}),
+        [{"a": "&"}, {"a": "x"}],
+        [],
+    ),
+    "back-reference": (
+        objects({"a": {**TEXT, "pattern": r"^(['\"]).*\1$", "minLength": 2}}),
+        [{"a": "'x'"}],
+        [],
+    ),
+    "lengths": (
+        objects({"a": {**TEXT, "minLength": 2, "maxLength": 4}}),
+        [{"a": "é\né"}],
+        [{"a": "x"}, {"a": "12345"}],
+    ),
+    "huge bounds": (
+        objects({"a": {**TEXT, "maxLength": 10**12}, "b": {"type": "array", "maxItems": 10**9}}),
+        [{"a": "x", "b": [1, None]}],
+        [],
+    ),
+    "formats": (
+        objects({"a": {**TEXT, "format": "date-time"}, "b": {**TEXT, "format": "any"}}),
+        [{"a": "2026-01-01T10:00:00", "b": "x"}],
+        [],
+    ),
+    "conditions": (
+        objects({"a": TEXT}, **{"if": {"required": ["a"]}, "then": {"properties": {"b": WHOLE}}}),
+        [{"a": "x", "b": 1}],
+        [],
+    ),
+    "keywords that nothing holds": (
+        objects(
+            {"a": {"not": TEXT}, "b": {"type": "array", "uniqueItems": True, "contains": TEXT}},
+            dependentSchemas={"a": {"properties": {"c": WHOLE}}},
+            minProperties=1,
+            propertyNames=TEXT,
+        ),
+        [{"b": ["x"], "a": 1, "c": 2}],
+        [{"b": 1}],
+    ),
+    "alternatives of required ones": (
+        objects({"a": TEXT, "b": TEXT}, anyOf=[{"required": ["a"]}, {"required": ["b"]}]),
+        [{"b": "x"}, {"b": "x", "a": "y"}],
+        [{"c": 1}],
+    ),
+    "all of several": (
+        {
+            "allOf": [objects({"a": WHOLE}, "a"), {"$ref": "#/$defs/b"}],
+            "$defs": {"b": objects({"b": WHOLE})},
         },
-        "examples": [{}],
-    }
-    for form in (HERMES, XML, LLAMA):
-        assert form.grammar(GRAMMARS_WORDS, [Tool("a", "", schema)], ToolChoice("required"))
+        [{"b": 1, "a": 2}, {"a": 1}],
+        [{"b": 1}, {"a": 1, "c": 1}],
+    ),
+    "recursion": (
+        {"$ref": "#/$defs/node", "$defs": {"node": objects(NODE, "v")}},
+        [{"next": {"next": {"v": 3}, "v": 2}, "v": 1}],
+        [{"v": 1, "next": {}}],
+    ),
+    "a schema elsewhere": (
+        objects({"a": {"$ref": "https://example.com/schema"}}),
+        [{"a": {"b": 1}}],
+        [],
+    ),
+    "names by patterns": (
+        objects({"a": WHOLE}, patternProperties={"^x-": WHOLE, "^x-y": {}}),
+        [{"x-b": 1, "a": 2}, {"a": 1}],
+        [{"a": [2]}],
+    ),
+    "names by patterns alone": (
+        objects({}, patternProperties={"^x-": WHOLE}, additionalProperties=False),
+        [{"x-b": 1}, {}],
+        [{"x-b": [1]}],
+    ),
+    "other names": (
+        objects({"a": WHOLE}, additionalProperties=WHOLE),
+        [{"b": 1, "a": 2}],
+        [{"b": 1, "a": [2]}, {"b": [1]}],
+    ),
+    "no names": ({"type": "object"}, [{"a": [1, {"b": None}]}, {}], []),
+    "bools": (
+        objects({"a": True, "b": False}),
+        [{"a": [1]}, {}],
+        [{"b": 1}],
+    ),
+    "types": (
+        objects({"a": {"type": ["integer", "array"], "items": WHOLE}, "b": {"type": ["null"]}}),
+        [{"b": None, "a": [1]}, {"a": 1}],
+        [{"b": 1}, {"a": [[1]]}],
+    ),
+    "values": (
+        objects(
+            {
+                "a": {"anyOf": [{"enum": ["on", "two words", ""]}, {"type": "null"}]},
+                "b": {"const": {"p": 1, "q": [2]}},
+                "c": {"enum": []},
+            }
+        ),
+        [{"a": "two words", "b": {"q": [2], "p": 1}}, {"a": None}, {"a": ""}],
+        [{"a": "off"}, {"b": {"p": 1}}, {"c": 1}],
+    ),
+    "draft 4": (
+        objects({"a": {"type": "number", "minimum": 0, "exclusiveMinimum": True}}, "a", **DRAFT_4),
+        [{"a": 0.5}],
+        [{"a": -1}],
+    ),
+    "tuples": (
+        objects({"a": {"type": "array", "prefixItems": [WHOLE, TEXT], "items": False}}),
+        [{"a": []}, {"a": [1, "x"]}],
+        [{"a": ["x"]}, {"a": [1, "x", 2]}],
+    ),
+    "words for numbers": (objects({"a": {**WHOLE, "minimum": "1"}}), [], [{"a": "x"}]),
+}
 
 
-def test_many_tools() -> None:
-    """As agents have them."""
-    tools = [Tool(f"tool_{i}", "", WEATHER.parameters) for i in range(100)]
-    for form in (HERMES, XML):
-        constraint = form.grammar(GRAMMARS_WORDS, tools, ToolChoice("required")).start()
-        ids, whole = random_answer(GRAMMARS_WORDS, constraint, 2)
-        assert ids
+def written(form: str, arguments: dict[str, Any]) -> str:
+    """A call as models write it."""
+    if form == "xml":
+        values = {k: v if isinstance(v, str) else json.dumps(v) for k, v in arguments.items()}
+        inner = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
+        return f"<tool_call>\n<function=f>\n{inner}</function>\n</tool_call>"
+    key, separators = ("parameters", (",", ":")) if form == "llama" else ("arguments", None)
+    call = json.dumps({"name": "f", key: arguments}, separators=separators, ensure_ascii=False)
+    return call if form == "llama" else f"<tool_call>\n{call}\n</tool_call>"
+
+
+@pytest.mark.parametrize("form", ["hermes", "xml", "llama"])
+@pytest.mark.parametrize("which", ARGUMENTS)
+def test_all_that_a_schema_allows_may_be_written(which: str, form: str) -> None:
+    """In any order, and read as it was meant; and what is held is held."""
+    schema, good, bad = ARGUMENTS[which]
+    shape, grammars = shape_of(form, tools=(Tool("f", "", schema), EMPTY))
+    for arguments in [*good, *bad]:
+        text = written(form, arguments)
+        constraint, reader, taken = shape.constraint(""), shape.text(0, ""), True
+        assert constraint is not None
+        for token in grammars.tokens_of(text.encode()):
+            may = allowed(constraint)
+            taken = taken and (may is None or token in may)
+            constraint.add(token)
+        assert taken == (arguments in good), (arguments, taken)
+        if taken:
+            _, _, calls, reason = joined([*reader.push(text), *reader.end("stop")])
+            assert [(n, json.loads(a)) for n, a in calls] == [("f", arguments)]
+            assert list(json.loads(calls[0][1])) == list(arguments) and reason == "tool_calls"
+
+
+def test_the_arguments_of_the_table_are_what_their_schemas_say() -> None:
+    for which, (schema, good, _) in ARGUMENTS.items():
+        for arguments in good:
+            if "elsewhere" not in which:
+                jsonschema.validate(arguments, schema)
+
+
+def test_what_is_not_held_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    odd = objects({"x>": TEXT, "a": {**TEXT, "pattern": "(?=a)"}})
+    for _ in range(2):
+        for form in (HERMES, XML):
+            assert form.grammar(GRAMMARS_WORDS, [Tool("odd", "", odd)], ToolChoice())
+    assert [record.message.partition(": its calls")[0] for record in caplog.records] == [
+        "tool odd"
+    ] * 2
+    assert "pattern" in caplog.text and "the name 'x>'" in caplog.text
+
+
+@pytest.mark.parametrize("form", [HERMES, XML, LLAMA])
+def test_many_tools(form: Any) -> None:
+    """As agents have them; and more than a grammar can hold."""
+    long = "mcp__a-server.of/tools:" + "n" * 220
+    tools = [Tool(f"{long}_{i}", "", WEATHER.parameters) for i in range(300)]
+    assert random_answer(
+        GRAMMARS_WORDS, form.grammar(GRAMMARS_WORDS, tools, ToolChoice("required")).start(), 2
+    )[0]
+    many = [Tool(f"tool_{i}", "", {}) for i in range(2500)]
+    constraint = form.grammar(GRAMMARS_WORDS, many, ToolChoice("required")).start()
+    text = written({HERMES: "hermes", XML: "xml", LLAMA: "llama"}[form], {})
+    for token in GRAMMARS_WORDS.tokens_of(re.sub(r"\bf\b", "tool_2499", text).encode()):
+        assert token in (allowed(constraint) or [])
+        constraint.add(token)
 
 
 # The engine ------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import numpy as np
 from bitnet_ops.errors import BitNetError, install
 from bitnet_ops.generate.constraint import Mask, TokenTexts, only
 from bitnet_ops.generate.sampling import SamplingError
+from bitnet_ops.generate.schema_rules import JSON_OPTIONS, closed
 from bitnet_ops.generate.tokenizer import Tokenizer
 from bitnet_ops.untrusted import is_deeper, printable
 
@@ -25,9 +26,8 @@ if TYPE_CHECKING:
 MOST_CHARACTERS = 256 << 10  # of a schema or a grammar
 _DEEPEST = 64
 _STATES = 50_000  # of a lexer, of 2 kB each
-# A space, or a new line with an indentation: without an end, a model may write them for ever.
-_SPACE = r"(\x20|\n[\x20\t]{0,40})"
-_JSON_OPTIONS = {"whitespace_pattern": _SPACE}
+_PROBED = 4  # tokens of a new grammar that are tried
+_MOST_REMEMBERED = 4096  # answers of `holds`
 
 
 class GrammarError(BitNetError, ValueError):
@@ -87,24 +87,38 @@ class Grammars:
         self._limits = llguidance.LLParserLimits(max_lexer_states=_STATES, verbose_errors=False)
         self.texts = TokenTexts(tokenizer, size, tokens, self.stop_ids)
         self.stop_mask = only(size, self.stop_ids)
+        self._held: dict[str, bool] = {}
 
     def json(self, field: str = "format") -> Grammar:
         """Any JSON object."""
         return self.schema({"type": "object"}, field)
 
-    def schema(self, schema: Any, field: str = "schema", *, lenient: bool = False) -> Grammar:
-        """JSON that the JSON schema allows; `lenient`: keywords that are not known are ignored.
+    def schema(self, schema: Any, field: str = "schema") -> Grammar:
+        """JSON of a JSON schema, properties in its order, and no others than it names.
 
-        Raises GrammarError, whose message begins with `field`.
+        Blanks stand behind commas and colons alone, one or none. Raises GrammarError, whose message
+        begins with `field`, for a schema that cannot be held in full.
         """
-        text = schema_text(schema, field, lenient=lenient)
+        text = schema_text(schema, field)
         return self._compile(self._library.LLMatcher.grammar_from_json_schema(text), field)
 
-    def lark(self, text: str, field: str = "grammar") -> Grammar:
-        """What a grammar in llguidance's form of Lark allows; raises GrammarError."""
-        if len(text) > 4 * MOST_CHARACTERS:
-            raise GrammarError(f"{field}: expected schemas of at most 1 MiB in all, got more")
-        return self._compile(self._library.LLMatcher.grammar_from_lark(text), field)
+    def lark(self, text: str, field: str = "grammar", *, soft: bool = False) -> Grammar:
+        """What a grammar in llguidance's form of Lark allows; raises GrammarError.
+
+        soft: where it becomes too costly to follow, the answer goes on without it.
+        """
+        if len(text) > 16 * MOST_CHARACTERS:
+            raise GrammarError(f"{field}: expected schemas of at most 4 MiB in all, got more")
+        return self._compile(self._library.LLMatcher.grammar_from_lark(text), field, soft)
+
+    def holds(self, text: str) -> bool:
+        """Whether a grammar in Lark can be compiled."""
+        if text not in self._held:
+            if len(self._held) >= _MOST_REMEMBERED:
+                self._held.clear()
+            grammar = self._library.LLMatcher.grammar_from_lark(text)
+            self._held[text] = not self._matcher(grammar).is_error()
+        return self._held[text]
 
     def literal(self, text: str) -> str:
         """`text` as a part of a rule in Lark; the special tokens in it are tokens."""
@@ -119,28 +133,35 @@ class Grammars:
         """Tokens whose bytes `data` is, as llguidance wants them."""
         return self._vocabulary.tokenize_bytes(data)
 
-    def _compile(self, grammar: str, field: str) -> Grammar:
-        matcher = self._library.LLMatcher(
-            self._vocabulary, grammar, log_level=0, limits=self._limits
-        )
+    def _matcher(self, grammar: str) -> LLMatcher:
+        return self._library.LLMatcher(self._vocabulary, grammar, log_level=0, limits=self._limits)
+
+    def _compile(self, grammar: str, field: str, soft: bool = False) -> Grammar:
+        matcher = self._matcher(grammar)
         if not matcher.is_error():
             first = matcher.deep_copy()
-            first.compute_bitmask()  # some are too large only now
+            for _ in range(_PROBED):  # some are too large only when they are followed
+                mask = np.frombuffer(first.compute_bitmask(), np.uint8)
+                ids = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+                ids = np.setdiff1d(ids, self.stop_ids)
+                if first.is_error() or not len(ids):
+                    break
+                first.consume_token(int(ids[0]))
             if not first.is_error() and (first.is_accepting() or not first.is_stopped()):
-                return Grammar(self, matcher)
+                return Grammar(self, matcher, soft)
             matcher = first
         reason = " ".join((matcher.get_error() or "one that nothing satisfies").split())[:300]
         raise GrammarError(f"{field}: expected one that can be followed, got: {printable(reason)}")
 
 
-def schema_text(schema: Any, field: str, *, lenient: bool = False) -> str:
-    """A JSON schema as text, within limits, without options of its own; raises GrammarError."""
+def schema_text(schema: Any, field: str) -> str:
+    """A JSON schema as text for llguidance, within limits; raises GrammarError."""
     if not isinstance(schema, Mapping | bool):
         raise GrammarError(f"{field}: expected a JSON schema, got a {type(schema).__name__}")
     if is_deeper(schema, _DEEPEST):
         raise GrammarError(f"{field}: expected a schema at most {_DEEPEST} deep, got a deeper one")
     if isinstance(schema, Mapping):
-        schema = {**schema, "x-guidance": {**_JSON_OPTIONS, "lenient": lenient}}
+        schema = {**closed(schema), "x-guidance": JSON_OPTIONS}
     try:
         text = json.dumps(schema, ensure_ascii=False)
     except (TypeError, ValueError) as error:
@@ -175,12 +196,12 @@ class Grammar:
     takes a millisecond.
     """
 
-    def __init__(self, grammars: Grammars, matcher: LLMatcher) -> None:
-        self.grammars, self._matcher = grammars, matcher
+    def __init__(self, grammars: Grammars, matcher: LLMatcher, soft: bool = False) -> None:
+        self.grammars, self._matcher, self._soft = grammars, matcher, soft
 
     def start(self) -> GrammarConstraint:
         """It holds from the first token on."""
-        return GrammarConstraint(self.grammars, self._matcher.deep_copy())
+        return GrammarConstraint(self.grammars, self._matcher.deep_copy(), self._soft)
 
     def lazy(
         self, triggers: Sequence[str], openings: Sequence[str] = (), *, repeat: bool = True
@@ -197,8 +218,8 @@ class Grammar:
 class GrammarConstraint:
     """An answer that follows a grammar from its first token to its end."""
 
-    def __init__(self, grammars: Grammars, matcher: LLMatcher) -> None:
-        self._grammars, self._matcher, self._ended = grammars, matcher, False
+    def __init__(self, grammars: Grammars, matcher: LLMatcher, soft: bool = False) -> None:
+        self._grammars, self._matcher, self._soft, self._ended = grammars, matcher, soft, False
 
     @property
     def over(self) -> bool:
@@ -213,12 +234,14 @@ class GrammarConstraint:
         if self.over:
             return self._grammars.stop_mask
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        if self._matcher.is_error():
-            reason = " ".join(self._matcher.get_error().split())[:300]
-            raise ConstraintError(
-                f"constraint: expected an answer that its grammar allows, got: {printable(reason)}"
-            )
-        return mask
+        if not self._matcher.is_error():
+            return mask
+        if self._soft:
+            return np.full_like(mask, 0xFF)
+        reason = " ".join(self._matcher.get_error().split())[:300]
+        raise ConstraintError(
+            f"constraint: expected an answer that its grammar allows, got: {printable(reason)}"
+        )
 
     def add(self, token: int) -> None:
         if not self.over:

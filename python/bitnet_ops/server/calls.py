@@ -11,6 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from bitnet_ops.generate.schema_rules import (
+    arguments_of,
+    branches,
+    kinds_of,
+    types_of,
+    values_of,
+)
+
 _WHITE = " \t\r\n"
 _KEYS = ("arguments", "parameters")
 
@@ -275,9 +283,12 @@ class XmlCall(CallReader):
     def __init__(self, closing: str, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         super().__init__(closing)
         self._schemas = schemas
-        self._arguments: Mapping[str, Any] = {}  # the schema of this function's
+        self._arguments: Mapping[str, Any] = {}  # the schema of this function's,
+        self._named: Mapping[str, Any] = {}  # of each argument that it names,
+        self._others: Any = True  # and of others
         self._seen: set[str] = set()  # names of parameters
-        self._value, self._skipped = Value("free"), False  # of the newest one; a second of its name
+        self._value = value_of(True, {})  # of the newest one,
+        self._skipped = False  # and whether it is a second of its name
 
     def _begin(self) -> bool:
         self._skip()
@@ -294,6 +305,7 @@ class XmlCall(CallReader):
         if not name.strip() or "\n" in name:
             return self._fail()
         self._arguments = self._schemas.get(name.strip()) or {}
+        self._named, _, self._others = arguments_of(self._arguments)
         self._name(name.strip())
         self._step = self._next
         return True
@@ -335,9 +347,8 @@ class XmlCall(CallReader):
         name = self._up_to(">")
         if name is None:
             return False
-        schema = self._arguments.get("properties") or {}
-        one = schema.get(name) if isinstance(schema, Mapping) else None
-        self._value = value_of({} if one is None else one, self._arguments)
+        schema = self._named.get(name, self._others or True)
+        self._value = value_of(schema, self._arguments)
         self._skipped = name in self._seen
         if not self._skipped:
             self._say(("{" if not self._seen else ", ") + json.dumps(name, ensure_ascii=False))
@@ -398,22 +409,20 @@ def overlap(text: str, word: str) -> int:
 
 # What a value is written as -----------------------------------------------------------------------
 
-_NOTES = {"title", "description", "default", "examples", "$comment", "deprecated", "nullable"}
-_KINDS = {bool: "boolean", str: "string", list: "array", dict: "object", type(None): "null"}
-_SIMPLE = {"string", "null", "boolean", "integer", "number"}
-
 
 @dataclass(frozen=True)
 class Value:
     """How a parameter is written between its tags.
 
     kind: "raw", a text as it is; "free", a text or what else the schema allows, by its looks;
-    "json". kinds: of JSON values that may come; None: any. choices: the only texts.
+    "json". kinds: of JSON values that may come. choices: texts of values that the schema names.
+    rest: schemas of the others, without applicators.
     """
 
     kind: Literal["raw", "free", "json"]
-    kinds: frozenset[str] | None = None
+    kinds: frozenset[str]
     choices: tuple[str, ...] = ()
+    rest: tuple[Mapping[str, Any], ...] = ()
 
     def json_of(self, text: str) -> str:
         """The JSON of a value's text."""
@@ -424,69 +433,30 @@ class Value:
             value = _loaded(one)
             if value is _loaded or (self.kind == "free" and isinstance(value, str)):
                 continue
-            if self.kinds is None or _kinds_of(value) & self.kinds:
+            if not self.kinds.isdisjoint(types_of(value)):
                 return one
         return json.dumps(text, ensure_ascii=False)
 
 
-def value_of(schema: Any, root: Mapping[str, Any]) -> Value:
-    """How a parameter of this schema is written; `root`: the schema in which it stands."""
-    schema = _resolved(schema, root)
-    if not isinstance(schema, Mapping):
-        return Value("json" if schema is False else "free")
-    keys, kinds = schema.keys() - _NOTES, _kinds(schema, root)
-    if not keys:
-        return Value("free")
-    if kinds == {"string"} and keys <= {"type", "enum", "const"}:
-        choices = schema.get("enum", [schema["const"]] if "const" in schema else ())
-        if all(isinstance(c, str) and c and "<" not in c and c == c.strip() for c in choices):
-            return Value("raw", kinds, tuple(choices))
-    branches = next((schema[key] for key in ("anyOf", "oneOf") if keys == {key}), [schema])
-    parts = [_resolved(one, root) for one in branches] if isinstance(branches, list) else [None]
-    simple = all(isinstance(one, Mapping) and one.keys() - _NOTES == {"type"} for one in parts)
-    if simple and kinds is not None and "string" in kinds and kinds <= _SIMPLE:
-        return Value("free", kinds)
-    return Value("json", kinds)
+def value_of(schema: Any, root: Any, left_out: dict[str, None] | None = None) -> Value:
+    """How a parameter of this schema is written; `root`: the schema in which it stands.
 
-
-def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """The schema that a reference within `root` names."""
-    for _ in range(8):
-        ref = schema.get("$ref") if isinstance(schema, Mapping) else None
-        if not isinstance(ref, str) or not ref.startswith("#/"):
-            break
-        found: Any = root
-        for step in ref[2:].split("/"):
-            name = step.replace("~1", "/").replace("~0", "~")
-            found = found.get(name) if isinstance(found, Mapping) else None
-        if found is None:
-            break
-        schema = found
-    return schema
-
-
-def _kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str] | None:
-    """The kinds of values that a schema allows; None: any."""
-    schema = _resolved(schema, root)
-    if not isinstance(schema, Mapping) or depth > 8:
-        return None
-    kind = schema.get("type")
-    if isinstance(kind, str):
-        return frozenset((kind,))
-    if isinstance(kind, list):
-        return frozenset(k for k in kind if isinstance(k, str))
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(values, list):
-        return frozenset().union(*map(_kinds_of, values))
-    branches = schema.get("anyOf") or schema.get("oneOf")
-    if isinstance(branches, list):
-        found = [_kinds(one, root, depth + 1) for one in branches]
-        return None if None in found else frozenset().union(*(k for k in found if k is not None))
-    return None
-
-
-def _kinds_of(value: Any) -> frozenset[str]:
-    if type(value) in _KINDS:
-        return frozenset((_KINDS[type(value)],))
-    whole = isinstance(value, int) or float(value).is_integer()
-    return frozenset(("integer", "number") if whole else ("number",))
+    left_out: gets the keywords that are not held. Raises SchemaError.
+    """
+    kinds, choices, rest = set[str](), list[str](), list[Mapping[str, Any]]()
+    for one in branches(schema, root, left_out):
+        values = values_of(one)
+        if values is None:
+            kinds.update(kinds_of(one))
+            rest.append(one)
+            continue
+        for value in values:
+            kinds.update(types_of(value))
+            if isinstance(value, list | Mapping):
+                rest.append({"type": types_of(value)[0], "const": value})
+            else:
+                choices.append(value if isinstance(value, str) else json.dumps(value))
+    kind: Literal["raw", "free", "json"] = "raw" if kinds == {"string"} else "free"
+    return Value(
+        kind if "string" in kinds else "json", frozenset(kinds), tuple(choices), tuple(rest)
+    )

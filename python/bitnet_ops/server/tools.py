@@ -7,22 +7,34 @@ what is written in these forms.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bitnet_ops.generate.grammar import Grammar, GrammarError, Grammars, schema_text
+from bitnet_ops.generate.grammar import MOST_CHARACTERS, Grammar, GrammarError, Grammars
+from bitnet_ops.generate.schema_rules import (
+    SchemaError,
+    SchemaRules,
+    arguments_of,
+    as_object,
+    kinds_of,
+    quoted,
+)
 from bitnet_ops.server.calls import CallReader, JsonCall, XmlCall, value_of
 from bitnet_ops.server.exchange import Tool, ToolChoice
+from bitnet_ops.untrusted import is_deeper, printable
 
-_NAME = re.compile(r"[\w.:/-]{1,128}")
+_LOG = logging.getLogger(__name__)
+_NAME = re.compile(r"[\w.:/-]{1,256}")
 _BEGIN, _END = "<tool_call>", "</tool_call>"
-_NAMED = r'''"{" SPACE? "\"name\""'''  # how a call in JSON begins
 _SPACE = r"SPACE: /( |\n[ \t]{0,8})/"
-# Schemas with one of these may say in another place which properties there are.
-_ELSEWHERE = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
+_DEEPEST = 64  # of a schema
+_MOST_APART = 256  # tools that are tried one by one, where all together are too much
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -37,6 +49,7 @@ class ToolForm:
         openings: beginnings of a call that count at the beginning of an answer alone.
         special: names of special tokens that belong to calls.
         several: whether an answer may have more than one.
+        key: of the arguments, in JSON.
     """
 
     native: bool = True
@@ -44,6 +57,7 @@ class ToolForm:
     openings: tuple[str, ...] = ()
     special: tuple[str, ...] = (_BEGIN, _END)
     several: bool = True
+    key: str = "arguments"
 
     def reader(self, tools: Sequence[Tool]) -> CallReader:
         """Reads what comes behind a trigger, or from an opening on."""
@@ -69,41 +83,80 @@ class ToolForm:
     ) -> Grammar:
         """Of one call behind a trigger; of the whole answer where calls are required.
 
-        `answer`: the text of a JSON schema for answers without calls: of the whole answer too.
-        Raises GrammarError, which names the tool.
+        It may hold less than the tools' schemas, which the log then says, and forbids nothing that
+        they allow. `answer`: the text of a JSON schema for answers without calls: of the whole
+        answer too. Raises GrammarError, which names the tool, for what is no schema.
         """
         chosen = [(i, t) for i, t in enumerate(tools) if choice.name in (None, t.name)]
         _check(tools, chosen, choice)
-        rules = [self._rules(grammars, i, tool) for i, tool in chosen]
-        calls = " | ".join(f"call_{i}" for i, _ in chosen)
-        lines = [f"call: {self._around(grammars, f'({calls})')}", *rules, _SPACE]
+        start = "start: call"
         if choice.mode == "required" or answer is not None:
             first = f"{self._first(grammars)} call"
             more = several and self.several and choice.name is None
-            whole = f"{first} (SPACE? {first})*" if more else first
-            if answer is not None and choice.mode != "required":
-                whole = f"({whole}) | answer"
-                lines.append(f"answer: %json {answer}")
-            lines.insert(0, f"start: {whole}")
-        else:
-            lines.insert(0, "start: call")
+            start = f"start: {first} (SPACE? {first})*" if more else f"start: {first}"
+        if choice.mode != "required" and answer is not None:
+            start += f" | answer\nanswer: %json {answer}"
+
+        def text(start: str, calls: Callable[[SchemaRules], str]) -> str:
+            rules = SchemaRules(grammars.holds)
+            call = self._around(grammars, f"{self._head} ({calls(rules)})")
+            return "\n".join([start, f"call: {call}", *rules.lines, _SPACE])
+
+        def each(loose: Collection[int]) -> Callable[[SchemaRules], str]:
+            return lambda rules: " | ".join(
+                self._call_of(rules, i, tool, i in loose) for i, tool in chosen
+            )
+
+        def names_alone(rules: SchemaRules) -> str:
+            _remark(f"{chosen[0][1].name} and {len(chosen) - 1} others", "they are too many")
+            names = " | ".join(quoted(self._name(tool.name)) for _, tool in chosen)
+            return self._call(rules, rules.rule(names, terminal=True), {"type": "object"})
+
+        whole, soft = text(start, each(())), answer is None
         try:
-            return grammars.lark("\n".join(lines), "tools")
+            return grammars.lark(whole, "tools", soft=soft)
         except GrammarError:
-            for i, tool in chosen:  # which one it is
-                field = f"tools[{i}].function.parameters"
-                grammars.schema(_arguments(tool, field), field, lenient=True)
-            raise
+            if len(chosen) <= _MOST_APART:
+                one = lambda i, t: lambda rules: self._call_of(rules, i, t, False)  # noqa: E731
+                loose = [i for i, t in chosen if not grammars.holds(text("start: call", one(i, t)))]
+                with contextlib.suppress(GrammarError):
+                    return grammars.lark(text(start, each(loose)), "tools", soft=soft)
+            return grammars.lark(text(start, names_alone), "tools", soft=soft)
+
+    def _call_of(self, rules: SchemaRules, i: int, tool: Tool, loose: bool) -> str:
+        """The body of a call of one tool, as a part of a rule."""
+        field = f"tools[{i}].function.parameters"
+        parameters = {"type": "object"} if loose else _checked(tool.parameters, field)
+        rules.left_out.clear()
+        try:
+            call = self._call(rules, quoted(self._name(tool.name)), parameters)
+        except SchemaError as error:
+            raise GrammarError(
+                f"{field}: expected a JSON schema that can be followed, got: "
+                f"{printable(str(error))}"
+            ) from None
+        if loose or rules.left_out:
+            _remark(tool.name, "all of it" if loose else ", ".join(rules.left_out))
+        return call
 
     def _first(self, grammars: Grammars) -> str:
         """What a call begins with where the model has no choice."""
         return grammars.literal(self.triggers[0])
 
     def _around(self, grammars: Grammars, call: str) -> str:
-        return f"SPACE? {call} SPACE? {grammars.literal(_END)}"
+        return f"SPACE? ({call}) SPACE? {grammars.literal(_END)}"
 
-    def _rules(self, grammars: Grammars, i: int, tool: Tool) -> str:
-        return _json_rules(i, tool, "arguments")
+    @property
+    def _head(self) -> str:
+        """How all calls begin, before the name."""
+        return r""""{" SPACE? "\"name\"" COLON"""
+
+    def _name(self, name: str) -> str:
+        return quoted(name)
+
+    def _call(self, rules: SchemaRules, name: str, parameters: Mapping[str, Any]) -> str:
+        arguments = rules.value(as_object(parameters), parameters) or "any"
+        return f'{name} COMMA {quoted(quoted(self.key))} COLON {arguments} SPACE? "}}"'
 
 
 class LlamaForm(ToolForm):
@@ -118,9 +171,9 @@ class LlamaForm(ToolForm):
     def _around(self, grammars: Grammars, call: str) -> str:
         return call
 
-    def _rules(self, grammars: Grammars, i: int, tool: Tool) -> str:
-        begin = " | ".join(map(_quoted, self.openings))  # what a reader takes for a call
-        return _json_rules(i, tool, "parameters", f"({begin})")
+    @property
+    def _head(self) -> str:
+        return f"({' | '.join(map(quoted, self.openings))}) COLON"  # what a reader takes for a call
 
 
 class XmlForm(ToolForm):
@@ -129,35 +182,41 @@ class XmlForm(ToolForm):
     def reader(self, tools: Sequence[Tool]) -> CallReader:
         return XmlCall(_END, {tool.name: tool.parameters for tool in tools})
 
-    def _around(self, grammars: Grammars, call: str) -> str:
-        return f"SPACE? {call} SPACE? {grammars.literal(_END)}"
+    _head = ""
 
-    def _rules(self, grammars: Grammars, i: int, tool: Tool) -> str:
-        field = f"tools[{i}].function.parameters"
-        schema = _arguments(tool, field)
-        properties, required = schema.get("properties") or {}, schema.get("required") or ()
-        lines, parts = [], []
-        for j, (name, one) in enumerate(properties.items()):
-            if not re.fullmatch(r"[^\n<>]+", name):
-                raise GrammarError(
-                    f"{field}: expected names without <, > and line ends, got {name[:80]!r}"
-                )
-            value = value_of(one, schema)
-            begin, end = _quoted(f"<parameter={name}>\n"), _quoted("\n</parameter>\n")
-            if value.choices:
-                choices = " | ".join(map(_quoted, value.choices))
-                lines.append(f"value_{i}_{j}: ({choices}) {end}")
-            elif value.kind == "json":
-                inner = {**_defined(schema), **one} if isinstance(one, Mapping) else one
-                text = schema_text(inner, field, lenient=True)
-                lines += [f"json_{i}_{j}: %json {text}", f"value_{i}_{j}: json_{i}_{j} {end}"]
-            else:
-                lines.append(f"text_{i}_{j}[lazy]: /(.|\\n)*<\\/parameter>/")
-                lines.append(f'value_{i}_{j}: text_{i}_{j} "\\n"')
-            lines.append(f"parameter_{i}_{j}: {begin} value_{i}_{j}")
-            parts.append(f"parameter_{i}_{j}{'' if name in required else '?'}")
-        begin = _quoted(f"<function={tool.name}>\n")
-        return "\n".join([f'call_{i}: {begin} {" ".join(parts)} "</function>"', *lines])
+    def _name(self, name: str) -> str:
+        return f"<function={name}>\n"
+
+    def _call(self, rules: SchemaRules, name: str, parameters: Mapping[str, Any]) -> str:
+        named, required, others = arguments_of(parameters, rules.left_out)
+        parts = dict[str, str]()
+        for one, schema in named.items():
+            if not re.fullmatch(r"[^\n<>]+", one):
+                rules.left_out[f"the name {one[:80]!r}"] = None  # it has no place in a tag
+            elif value := self._value(rules, schema, parameters):
+                parts[one] = f"{quoted(f'<parameter={one}>{chr(10)}')} {value}"
+        other = None
+        if value := self._value(rules, others, parameters):
+            taken = f" & ~({' | '.join(map(quoted, named))})" if named else ""
+            key = rules.rule(rf"/[^\n<>]+/{taken}", terminal=True)
+            other = f'"<parameter=" {key} {quoted(">" + chr(10))} {value}'
+        inner = rules.any_order(parts, required, other, "", '"</function>"')
+        return f"{name} {inner}"
+
+    @staticmethod
+    def _value(rules: SchemaRules, schema: Any, root: Mapping[str, Any]) -> str | None:
+        """A value and its closing tag; None: the schema allows none."""
+        value, end = value_of(schema, root, rules.left_out), "\n</parameter>"
+        if not value.kinds:
+            return None
+        choices = [quoted(text) for text in value.choices if "</parameter>" not in text]
+        texts = [one for one in value.rest if "string" in kinds_of(one)]
+        if texts or len(choices) < len(value.choices):
+            held = rules.text(texts[0], end) if value.kind == "raw" and not choices else None
+            text = held or rules.rule(r"/(.|\n)*<\/parameter>/", "[lazy]")
+            return f"{text} {quoted(chr(10))}"
+        inner = [one for schema in value.rest if (one := rules.value(schema, root)) is not None]
+        return f"({' | '.join([*choices, *inner])}) {quoted(f'{end}{chr(10)}')}"
 
 
 HERMES, XML, IN_WORDS = ToolForm(), XmlForm(), ToolForm(native=False)
@@ -166,6 +225,7 @@ LLAMA = LlamaForm(
     openings=('{"name"', '{ "name"', '{\n"name"', '{\n  "name"', '{\n    "name"'),
     special=("<|python_tag|>",),
     several=False,
+    key="parameters",
 )
 
 
@@ -198,41 +258,29 @@ def _check(tools: Sequence[Tool], chosen: Sequence[Any], choice: ToolChoice) -> 
         )
 
 
-def _arguments(tool: Tool, field: str) -> dict[str, Any]:
-    """The schema of a tool's arguments: of an object without other properties than it names."""
-    if not isinstance(tool.parameters, Mapping):
-        raise GrammarError(f"{field}: expected a JSON schema, got {tool.parameters!r:.80}")
-    schema = dict(tool.parameters)
-    kind = schema.get("type", "object")
+def _checked(parameters: Any, field: str) -> Mapping[str, Any]:
+    """The schema of a tool's arguments; raises GrammarError for one that is too large or wrong."""
+    if not isinstance(parameters, Mapping):
+        raise GrammarError(f"{field}: expected a JSON schema, got {parameters!r:.80}")
+    kind = parameters.get("type", "object")
     if "object" not in (kind if isinstance(kind, list) else [kind]):
         raise GrammarError(f"{field}: expected the schema of an object, got {kind!r:.80}")
-    schema["type"] = "object"
-    if not any(key in schema for key in _ELSEWHERE):
-        schema["additionalProperties"] = False
-        schema.setdefault("properties", {})
-    properties = schema.get("properties", {})
-    if not isinstance(properties, Mapping) or not all(isinstance(n, str) for n in properties):
-        raise GrammarError(f"{field}: expected properties by their names, got {properties!r:.80}")
-    return schema
+    if is_deeper(parameters, _DEEPEST) or len(json.dumps(parameters)) > MOST_CHARACTERS:
+        raise GrammarError(
+            f"{field}: expected a schema at most {_DEEPEST} deep and {MOST_CHARACTERS >> 10} KiB "
+            "large, got a larger one"
+        )
+    return parameters
 
 
-def _json_rules(i: int, tool: Tool, key: str, begin: str = _NAMED) -> str:
-    field = f"tools[{i}].function.parameters"
-    text = schema_text(_arguments(tool, field), field, lenient=True)
-    return (
-        f'call_{i}: {begin} SPACE? ":" SPACE? {_quoted(_quoted(tool.name))} SPACE? "," SPACE? '
-        f'{_quoted(_quoted(key))} SPACE? ":" SPACE? arguments_{i} SPACE? "}}"\n'
-        f"arguments_{i}: %json {text}"
+@functools.lru_cache(maxsize=1024)
+def _remark(name: str, what: str) -> None:
+    """Say once what the grammar does not hold of a tool's schema."""
+    _LOG.warning(
+        "tool %s: its calls are not checked for all that its schema says: %s",
+        printable(name),
+        printable(what),
     )
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _defined(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """What references within the schema of a property may name."""
-    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 
 
 # In words ----------------------------------------------------------------------------------------
