@@ -398,7 +398,7 @@ def test_an_id_with_one_gguf_file(gguf_file: Path, cache: Path, install: Install
         load("org/name", cache=cache)
     (repo / "other.gguf").unlink()
     (repo / "model.gguf").rename(repo / "weights.pth")
-    with pytest.raises(HubError, match="safetensors or a GGUF file, got 1 other files"):
+    with pytest.raises(HubError, match="safetensors or a GGUF file, got 1 other file;"):
         load("org/name", cache=cache)
 
 

@@ -14,13 +14,13 @@ from bitnet_ops.untrusted import printable
 Progress = Callable[[int, int, str], None]
 
 
-_SILENT_S, _RAREST_S = 10.0, 60.0  # until the first line; between lines, at most
+_SILENT_S, _RAREST_S = 20.0, 60.0  # until the first line; between lines, at most
 _works: list[Callable[[], str]] = []  # what is being done now, the innermost at the end
 
 
 @contextmanager
 def told_when_slow(text: Callable[[], str]) -> Iterator[None]:
-    """While the block runs, say on stderr what `text` gives: after ten seconds, then ever rarer."""
+    """While the block runs, say on stderr what `text` gives: after twenty seconds, then rarer."""
     _works.append(text)
     if len(_works) > 1:  # a thread tells already, and takes the innermost work
         try:
