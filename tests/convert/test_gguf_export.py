@@ -608,7 +608,7 @@ MINICPM = {"model_type": "minicpm", "hidden_act": "silu", "scale_emb": 1, "dim_m
         ({"model_type": "qwen3", "hidden_act": "silu"}, "qwen3"),
         ({**MINICPM, "scale_depth": math.sqrt(3)}, "llama"),
         ({**MINICPM, "scale_depth": 1.4}, "gguf-architecture"),
-        ({"model_type": "gemma3_text"}, "gguf-architecture"),
+        ({"model_type": "gemma3_text", "hidden_act": "gelu_pytorch_tanh"}, "gguf-architecture"),
     ],
 )
 def test_the_maths_decide_on_the_architecture(changes: dict[str, Any], expected: str) -> None:

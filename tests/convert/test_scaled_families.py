@@ -169,6 +169,8 @@ def test_both_spellings_of_gemma_rotation() -> None:
     new = config(GEMMA, rope_parameters=blocks, rope_theta=..., rope_local_base_freq=...)
     assert old == new and old.scalings.local == (0,)
     assert torch.equal(rotary(old).inv_freq, rotary(new).inv_freq)
+    saved = {**blocks, "rope_theta": None, "rope_type": "default"}  # as save_pretrained leaves it
+    assert old == config(GEMMA, rope_parameters=saved, rope_theta=..., rope_local_base_freq=...)
     local = local_rotary(new)
     assert local is not None and not torch.equal(rotary(new).inv_freq, local)
 
@@ -202,6 +204,7 @@ def test_gemma_windows() -> None:
         ({"layer_types": ["full_attention"]}, "layer_types to be 2 of"),
         ({"layer_types": ["chunked_attention"] * 2}, "layer_types to be 2 of"),
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        ({"hidden_activation": ..., "hidden_act": "silu"}, "hidden_act to be absent or 'gelu_py"),
         ({"hidden_activation": "gelu"}, "hidden_act one of relu2, silu, gelu_pytorch_tanh"),
         (
             {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+import beside
 from bitnet_ops.cli import main
 from bitnet_ops.convert import ConvertError, convert
 from bitnet_ops.convert.inspect import inspect
@@ -468,3 +469,29 @@ def test_what_is_no_id(text: str) -> None:
 @pytest.mark.parametrize("text", ["org/name", "microsoft/bitnet-b1.58-2B-4T", "a_b/c.d", "o1/n-x"])
 def test_what_is_an_id(text: str) -> None:
     assert resolve.is_id(text) and resolve.is_id(Path(text))
+
+
+def test_an_id_of_a_package_with_all_that_writers_add(
+    folder: Path, cache: Path, install: Install
+) -> None:
+    """mlx-lm's index, and weights once more in folders and files that are left where they are."""
+    expected = tokens(load_without_warning(folder, cache=cache))
+    for writer in ("mlx-lm", "mistral", "trainer"):
+        beside.write(folder, writer)
+    fake = install(folder)
+    assert tokens(load_without_warning("org/name", cache=cache)) == expected
+    assert "model.safetensors" in fake.patterns and "*.safetensors" not in fake.patterns
+    assert not any("checkpoint-10" in p or "consolidated" in p for p in fake.patterns)
+
+
+def test_an_id_with_a_tower_beside_its_gguf_file(
+    gguf_file: Path, cache: Path, install: Install
+) -> None:
+    repo = gguf_file.parent / "repo"
+    repo.mkdir()
+    shutil.move(gguf_file, repo / "model.gguf")
+    for name in ("mmproj-F16.gguf", "model.imatrix.gguf"):
+        (repo / name).touch()
+    fake = install(repo)
+    assert tokens(load_without_warning("org/name", cache=cache))
+    assert fake.patterns == ["model.gguf"]

@@ -161,7 +161,10 @@ def _gemma_rope(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], float]:
     block = config.get("rope_parameters")
     if not isinstance(block, Mapping) or not {FULL, SLIDING} & block.keys():
         return config, base("rope_local_base_freq", config.get("rope_local_base_freq", 10000.0))
-    unknown = block.keys() - {FULL, SLIDING}
+    # transformers 5 saves a rope_theta of null and the default rope_type beside the two kinds
+    unknown = {k for k, v in block.items() if v is not None} - {FULL, SLIDING}
+    if block.get("rope_type") == "default":
+        unknown -= {"rope_type"}
     if unknown:
         expected = f"to have {FULL} and {SLIDING} alone"
         raise reject("rope_parameters", sorted(unknown), expected, "repair config.json")

@@ -405,6 +405,7 @@ def _wanted(repo: str, names: list[str]) -> list[str]:
     """
     weights = [name for name in names if name.endswith(".safetensors")]
     if top := [name for name in weights if "/" not in name]:
+        top = [name for name in top if not name.startswith("consolidated")] or top  # once more
         return _DOWNLOADED if top == weights else [p for p in _DOWNLOADED if p != _WEIGHTS] + top
     found = _models([Path(name) for name in names if name.endswith(".gguf")])
     ggufs = sorted(map(str, found))
