@@ -784,11 +784,13 @@ def test_text_files_go_with_a_message(page: Any) -> None:
         {"name": "b.md", "mimeType": "text/markdown", "buffer": b"```\ncode\n```"},
     ]
     page.set_input_files("#attachment", files)
+    page.wait_for_function("() => document.querySelectorAll('#attached li').length == 2")
     page.evaluate(DROP, ["c.txt", "<script>window.pwned = 1</script>"])
     page.wait_for_function("() => document.querySelectorAll('#attached li').length == 3")
     page.click("#attached li:has-text('a.py') button")
     assert page.locator("#attached li").count() == 2
     page.set_input_files("#attachment", [files[0]])
+    page.wait_for_function("() => document.querySelectorAll('#attached li').length == 3")
     refused = {"p.png": b"\x89PNG\0", "nul.txt": b"a\0b", "big": b"a" * 1_000_001}
     for name, buffer in refused.items():
         file = {"name": name, "mimeType": "text/plain", "buffer": buffer}

@@ -45,8 +45,9 @@ export class Attachments {
   async take(given) {
     for (const file of given) {
       try {
+        const taken = await read(file); // meanwhile others may have come
         if (this.files.length >= MOST) throw new Error(`A message takes at most ${MOST} files.`);
-        this.files = [...this.files, await read(file)];
+        this.files = [...this.files, taken];
       } catch (error) {
         toast(error.message, { alert: true });
       }
