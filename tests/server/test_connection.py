@@ -185,10 +185,14 @@ def test_bodies_are_bounded_together_but_short_ones_pass() -> None:
     with serving(app) as address, contextlib.ExitStack() as stack:
         large = post("/tokenize", {"content": "In the beginning " * 38_000})
         waiting = stack.enter_context(dialled(address))
-        waiting.send(large[:-9])
-        with dialled(address) as second:
-            second.sendall(large)
-            assert second.recv(1 << 16).startswith(b"HTTP/1.1 503")
+        waiting.sendall(large[:-9])
+
+        def refused() -> bool:
+            with dialled(address) as second:
+                second.sendall(large)
+                return second.recv(1 << 16).startswith(b"HTTP/1.1 503")
+
+        until(refused)  # once the server has read what waits
         body = {"content": "x" * 1000}
         assert httpx.post(f"{address}/tokenize", json=body).status_code == 200
         waiting.sendall(large[-9:])
