@@ -10,6 +10,7 @@ It binds formats, models, tokenizer and engine; the maths is in models/, the loo
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,8 +24,16 @@ from bitnet_ops.arguments import check_flag, check_kind, check_megabytes, check_
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.sparsity import read_sparsity
 from bitnet_ops.formats import sglbitnt
-from bitnet_ops.generate.chat import RunIds, check_options_kind, whole_answer, without_oldest_turn
+from bitnet_ops.generate.chat import (
+    THINK,
+    RunIds,
+    check_options_kind,
+    whole_answer,
+    without_oldest_turn,
+)
+from bitnet_ops.generate.constraint import Constraint, Thoughts
 from bitnet_ops.generate.engine import Engine, Limits, Run, check_adapter, token_ids
+from bitnet_ops.generate.grammar import Grammars
 from bitnet_ops.generate.scoring import Score, embed, score
 from bitnet_ops.generate.text import (
     Completion,
@@ -277,6 +286,14 @@ class LanguageModel:
             )
         return self._tokenizer
 
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        """Makes grammars of JSON schemas for this model; made at first use, which takes a second.
+
+        Raises GrammarError without the package llguidance, or for a tokenizer without bytes.
+        """
+        return Grammars(self.tokenizer, self.config.vocab_size, self.stop_ids)
+
     def add_adapter(self, name: str, folder: str | os.PathLike[str]) -> None:
         """Load the LoRA adapter of a PEFT directory, for calls and requests that name it.
 
@@ -313,10 +330,12 @@ class LanguageModel:
         Options, all neutral by default: max_new_tokens=128, temperature=0 (greedy), top_k=0,
         top_p=1, min_p=0, repetition_penalty=1, seed=None, frequency_penalty=0, presence_penalty=0,
         logit_bias=None, logprobs=None (see sampling.SamplingParams); stop=(), texts that end the
-        answer and are left out of it; ignore_eos=False; speculation="off" (see GenerateOptions).
+        answer and are left out of it; ignore_eos=False; speculation="off"; json_schema=None, or a
+        JSON schema or pydantic model that the text is to satisfy (see GenerateOptions).
         Why it ended is in the Completion's `finish_reason`, what its tokens' probabilities were in
         `logprobs`. Raises TypeError for an unknown option or another kind of
-        prompt, ValueError for a value out of range, engine.PromptError.
+        prompt, ValueError for a value out of range, engine.PromptError, grammar.GrammarError for a
+        schema that cannot be held.
         """
         return self._stream("generate", prompt, options).read()
 
@@ -369,7 +388,8 @@ class LanguageModel:
     ) -> Conversation:
         """A conversation through the model's chat template; options as for `generate`.
 
-        `chat_template_kwargs`: options of that template, such as {"enable_thinking": False}.
+        `chat_template_kwargs`: options of that template, such as {"enable_thinking": False}. With
+        `json_schema` every answer is JSON of it, behind the thoughts of a model that thinks.
         Raises tokenizer.ChatTemplateError at the first message if the model has no template, or
         its template no such option.
         """
@@ -382,6 +402,8 @@ class LanguageModel:
             )
         wanted = parse_options(call, options, self.stop_ids)
         check_adapter(self.model, wanted.adapter)
+        if wanted.json_schema is not None:
+            self.grammars.schema(wanted.json_schema, f"{call}: json_schema")
         return wanted
 
     def _stream(self, call: str, prompt: Any, options: GenerateOptions) -> TextStream:
@@ -389,13 +411,22 @@ class LanguageModel:
         run = self._start([self.encode(prompt)], wanted)
         return TextStream(run, self.tokenizer, wanted.stop)
 
-    def _start(self, prompts: list[list[int]], wanted: Options) -> Run:
+    def _start(self, prompts: list[list[int]], wanted: Options, opening: str | None = None) -> Run:
+        """opening: what a chat's prompt has written of the answer; None: it is no chat."""
+        constraints: list[Constraint] | None = None
+        if wanted.json_schema is not None:
+            grammar = self.grammars.schema(wanted.json_schema, "json_schema")
+            constraints = [grammar.start() for _ in prompts]
+            if opening or (opening is not None and THINK in (self.tokenizer.chat_template or "")):
+                texts = self.grammars.texts
+                constraints = [Thoughts(texts, grammar.start(), opened=bool(opening))]
         return self.engine.start(
             prompts,
             wanted.params,
             wanted.limits,
             max_drafts=wanted.max_drafts,
             adapter=wanted.adapter,
+            constraints=constraints,
         )
 
     def _complete(self, prompts: list[list[int]], wanted: Options) -> list[Completion]:
@@ -472,7 +503,7 @@ class Conversation:
         if not isinstance(content, str):
             raise TypeError(f"say: expected a text, got a {type(content).__name__}")
         messages, ids = self._fitting([*self.messages, {"role": "user", "content": content}])
-        run = self._lm._start([ids], self._request)
+        run = self._lm._start([ids], self._request, self.opening)
         self.dropped = len(self.messages) + 1 - len(messages)
         self.messages[:] = messages
         self.last = TextStream(run, self._lm.tokenizer, self._request.stop)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ import bitnet_ops
 from bitnet_ops.config import UnsupportedModelError
 from bitnet_ops.convert import convert
 from bitnet_ops.formats.sglbitnt import SglbitntError, Writer
+from bitnet_ops.generate.grammar import GrammarError
 from bitnet_ops.generate.sampling import SamplingError
 from bitnet_ops.generate.tokenizer import ChatTemplateError, TokenizerError
 from bitnet_ops.language_model import DEMO_DIR, LanguageModel, LoadError, load
@@ -358,6 +361,64 @@ def test_speculation_changes_no_text(demo: LanguageModel, how: Any) -> None:
         batch = demo.generate_batch([text, "In"], max_new_tokens=40, speculation=how, **options)
         assert batch[0] == plain
     assert demo.engine.stats().drafted_tokens > 0
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+}
+
+
+class Person:
+    @staticmethod
+    def model_json_schema() -> dict[str, Any]:
+        return SCHEMA
+
+
+def test_json_of_a_schema(demo: LanguageModel) -> None:
+    ways: list[dict[str, Any]] = [{}, *({"temperature": 1.0, "seed": s} for s in range(4))]
+    for way in ways:
+        answer = demo.generate("In the beginning", json_schema=SCHEMA, **way)
+        jsonschema.validate(json.loads(answer), SCHEMA)
+        assert answer.finish_reason == "stop" and len(answer.token_ids) < 60
+        assert demo.generate("In the beginning", json_schema=Person, **way) == answer
+        assert "".join(demo.stream("In the beginning", json_schema=SCHEMA, **way)) == answer
+    alone = [demo.generate(prompt, json_schema=SCHEMA) for prompt in ("In", "And God")]
+    assert demo.generate_batch(["In", "And God"], json_schema=SCHEMA) == alone
+    conversation = demo.chat(json_schema=SCHEMA)
+    for question in ("Who?", "And then?"):
+        jsonschema.validate(json.loads("".join(conversation.say(question))), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("schema", "error", "words"),
+    [
+        (5, TypeError, "json_schema as a dict or a pydantic model, got 5"),
+        ({"type": "word"}, GrammarError, "json_schema: expected one that can be followed"),
+        ({"not": {}}, GrammarError, "Unimplemented keys"),
+    ],
+)
+def test_schemas_that_cannot_be_held(
+    demo: LanguageModel, schema: Any, error: type[Exception], words: str
+) -> None:
+    for call in (
+        lambda: demo.generate("In", json_schema=schema),
+        lambda: demo.chat(json_schema=schema),
+    ):
+        with pytest.raises(error, match=words):
+            call()
+
+
+def test_a_schema_needs_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = bitnet_ops.load()
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(GrammarError, match=r"llguidance, got none; install bitnet-ops\[server\]"):
+        lm.generate("In", json_schema=SCHEMA)
 
 
 def test_bad_options(demo: LanguageModel) -> None:

@@ -272,6 +272,28 @@ def test_calls_in_xml() -> None:
     assert broken == [["paint", '{"colour": "red"'], "stop"]
 
 
+def test_calls_in_thoughts() -> None:
+    """The last words of thoughts that were never closed are meant; drafts are not."""
+    opened = {"opened": True}
+    two = f"<tool_call>\n{JSON}\n</tool_call>\n<tool_call>\n{JSON}\n</tool_call>\n"
+    paint = ["paint", ARGUMENTS]
+    assert read(f"hm\n{two}", HERMES, **opened) == [("thought", "hm"), paint, paint, "tool_calls"]
+    assert read(f"<think>hm {two}", HERMES) == [("thought", "hm"), paint, paint, "tool_calls"]
+    whole = xml(("colour", "red"))
+    red = ["paint", '{"colour": "red"}']
+    assert read(f"a <tool_call> is a tag\n{whole}", XML, **opened) == [
+        *(("thought", "a <tool_call> is a tag"), red, "tool_calls")
+    ]
+    assert read(whole.removesuffix("</tool_call>"), XML, **opened) == [red, "tool_calls"]
+    for draft in (f"{two}or", f"{two}<tool_call>\n{{", whole[:-30], "<tool_ca", "<tool_call>"):
+        found = read(f"{draft}\n", HERMES if "{" in draft else XML, **opened)
+        assert found == [("thought", draft), "stop"], draft
+        found = read(f"{draft} </think>\n\n{whole}", XML, **opened)
+        assert found == [("thought", draft), red, "tool_calls"], draft
+    cut = read(f"hm {whole}", XML, opened=True, reason="length")
+    assert cut == [("thought", f"hm {whole}"), "length"]
+
+
 # Any text, cut anywhere -------------------------------------------------------------------------
 
 PIECES = [

@@ -502,7 +502,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         [{"a": "off"}, {"b": {"p": 1}}, {"c": 1}],
     ),
     "draft 4": (
-        objects({"a": {"type": "number", "minimum": 0, "exclusiveMinimum": True}}, **DRAFT_4),
+        objects({"a": {"type": "number", "minimum": 0, "exclusiveMinimum": True}}, "a", **DRAFT_4),
         [{"a": 0.5}],
         [{"a": -1}],
     ),

@@ -244,13 +244,6 @@ class Engine:
         """
         if consumer is not None and not callable(consumer):
             raise TypeError(f"engine: expected consumer as a function, got {kind_of(consumer)}")
-        if constraint is not None and not (
-            callable(getattr(constraint, "mask", None))
-            and callable(getattr(constraint, "add", None))
-        ):
-            raise TypeError(
-                f"engine: expected constraint with mask() and add(token), got {kind_of(constraint)}"
-            )
         if consumer is None and self._turn.owned:
             raise ValueError(
                 "engine: expected a consumer for a request to an engine that a thread owns, got "
@@ -288,10 +281,12 @@ class Engine:
         *,
         max_drafts: int | Literal["auto"] = 0,
         adapter: str | None = None,
+        constraints: Sequence[Constraint] | None = None,
     ) -> Run:
         """A run over `prompts`, at least one; nothing is computed before its first step.
 
-        `params` is shared or one per prompt. `max_drafts`, `adapter` and what is raised: see `add`.
+        `params` is shared or one per prompt. `constraints`: one of its own for each prompt.
+        `max_drafts`, `adapter` and what is raised: see `add`.
         """
         if (
             not isinstance(prompts, Sized)
@@ -303,9 +298,16 @@ class Engine:
             )
         if not len(prompts):
             raise PromptError("engine: expected at least one prompt, got none")
-        pairs = zip(prompts, _per_prompt(params, len(prompts)), strict=True)
+        ways = _per_prompt(params, len(prompts))
+        held = [None] * len(prompts) if constraints is None else constraints
+        if not isinstance(held, list | tuple) or len(held) != len(prompts):
+            raise TypeError(
+                f"engine: expected constraints as a list, one a prompt, got {kind_of(constraints)}"
+            )
+        rows = zip(prompts, ways, held, strict=True)
         return Run(
-            self, [self._make_request(ids, p, limits, adapter, max_drafts) for ids, p in pairs]
+            self,
+            [self._make_request(ids, p, limits, adapter, max_drafts, c) for ids, p, c in rows],
         )
 
     def generate(
@@ -331,6 +333,13 @@ class Engine:
         keep_prefix: bool = True,
     ) -> Request:
         """A request that can be run. Raises what `add` raises."""
+        if constraint is not None and not (
+            callable(getattr(constraint, "mask", None))
+            and callable(getattr(constraint, "add", None))
+        ):
+            raise TypeError(
+                f"engine: expected constraint with mask() and add(token), got {kind_of(constraint)}"
+            )
         config, ids = self.model.config, token_ids(prompt, "engine")
         check_prompt(ids, config.vocab_size, config.max_position_embeddings)
         check_adapter(self.model, adapter)

@@ -32,6 +32,8 @@ class GenerateOptions(TypedDict, total=False):
     speculation: "off", or how many tokens a step may guess from what the text repeats and verify at
     once, or "auto": as many as make it faster on this machine. Tokens are the same.
     adapter: None, or the name of a LoRA adapter that the model has loaded.
+    json_schema: None, or a JSON schema as a dict, or a class that has one (a pydantic model): the
+    text is JSON of it, unless max_new_tokens cuts it off. Needs the package llguidance.
     """
 
     max_new_tokens: int
@@ -49,6 +51,7 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool
     speculation: int | Literal["off", "auto"]
     adapter: str | None
+    json_schema: Mapping[str, Any] | type | None
 
 
 OPTION_NAMES = tuple(GenerateOptions.__annotations__)
@@ -64,6 +67,7 @@ class Options:
     stop: tuple[str, ...] = ()
     max_drafts: int | Literal["auto"] = 0
     adapter: str | None = None
+    json_schema: Mapping[str, Any] | None = None
 
 
 def parse_options(call: str, options: Mapping[str, Any], stop_ids: frozenset[int]) -> Options:
@@ -95,7 +99,14 @@ def parse_options(call: str, options: Mapping[str, Any], stop_ids: frozenset[int
     if adapter is not None and not isinstance(adapter, str):
         raise TypeError(f"{call}: expected adapter as a name or None, got {shown(adapter)}")
     stop = _stop_texts(call, options.get("stop", ()))
-    return Options(params, limits, stop, speculation, adapter)
+    schema = options.get("json_schema")
+    if callable(make := getattr(schema, "model_json_schema", None)):
+        schema = make()
+    if schema is not None and not isinstance(schema, Mapping):
+        raise TypeError(
+            f"{call}: expected json_schema as a dict or a pydantic model, got {shown(schema)}"
+        )
+    return Options(params, limits, stop, speculation, adapter, schema)
 
 
 def _stop_texts(call: str, stop: Any) -> tuple[str, ...]:

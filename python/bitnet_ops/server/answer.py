@@ -34,6 +34,8 @@ class AnswerText:
 
     White space between thoughts, text and calls is none of theirs. The arguments of a call that the
     end of the answer has cut off stay cut off: then they are no JSON, and End says "length".
+    Models write calls in thoughts, too: as drafts, which are thoughts, or as they forget to close
+    these. Calls are meant where the answer ends behind them, by itself, and the thoughts do not.
 
     Args:
         index: of the answer.
@@ -70,6 +72,10 @@ class AnswerText:
         self._white = ""  # space that is told only if text follows
         self._fresh = opened  # nothing of this part has come: space is left out
         self._reader: CallReader | None = None
+        self._draft: CallReader | None = (
+            None  # of the last call in thoughts; it begins what is held
+        )
+        self._drafted = self._behind = 0  # held characters that it has read; those before it
         self._trigger = ""  # of the call that is read
         self._calls = self._whole = 0  # that have begun, and whose arguments have come
         self._logprobs: list[TokenLogprobs] = []
@@ -130,12 +136,48 @@ class AnswerText:
         if at >= 0:
             self._say(Reasoning, self._held[:at], spare=True)
             self._held = self._held[at + len(END_OF_THOUGHT) :]
-            self._white, self._fresh, self._state = "", True, "text"
+            self._white, self._fresh, self._state, self._draft = "", True, "text", None
             return True
-        keep = overlap(self._held, END_OF_THOUGHT)
+        while self._draft is not None or self._draft_begins():
+            if self._may_be_last():
+                return False
+            self._say(Reasoning, self._held[: self._drafted], spare=True)
+            self._held, self._draft = self._held[self._drafted :], None
+        keep = max(overlap(self._held, word) for word in (END_OF_THOUGHT, *self._triggers))
         self._say(Reasoning, self._held[: len(self._held) - keep], spare=True)
         self._held = self._held[len(self._held) - keep :]
         return False
+
+    def _draft_begins(self) -> bool:
+        """Whether a call begins in the thoughts; then it begins what is held."""
+        found = [(at, t) for t in self._triggers if (at := self._held.find(t)) >= 0]
+        if not found or self._form is None:
+            return False
+        at, trigger = min(found)
+        self._say(Reasoning, self._held[:at], spare=True)
+        self._held = self._held[at:]
+        self._draft, self._drafted = self._form.reader(self._tools), len(trigger)
+        self._behind = self._drafted
+        return True
+
+    def _may_be_last(self) -> bool:
+        """Whether all that is held are calls, as far as they have come; else `_drafted` is none."""
+        assert self._draft is not None and self._form is not None
+        while True:
+            if self._draft.state == "open":
+                self._draft.push(self._held[self._drafted :])
+                self._drafted = len(self._held) - len(self._draft.rest)
+            if self._draft.state == "open":
+                return True
+            if self._draft.state == "failed":
+                self._drafted = self._behind
+                return False
+            after = self._held[self._drafted :].lstrip()
+            trigger = next((t for t in self._triggers if after.startswith(t)), None)
+            if trigger is None:
+                return not after or any(t.startswith(after) for t in self._triggers)
+            self._draft = self._form.reader(self._tools)
+            self._drafted = self._behind = len(self._held) - len(after) + len(trigger)
 
     def _tell(self) -> bool:
         if self._fresh:
@@ -212,6 +254,9 @@ class AnswerText:
         if self._state == "start":
             self._state = "text"
             self._read()
+        elif self._draft is not None and self._draft.whole and not cut:
+            self._white, self._fresh, self._state = "", True, "text"
+            self._read()
         if self.stopped is not None:
             return
         if self._state == "call":
@@ -221,7 +266,7 @@ class AnswerText:
             if not reader.named and not cut:
                 self._say(Text, self._trigger + reader.unread, spare=False)
             return
-        half = (END_OF_THOUGHT,) if self._state == "thought" else self._triggers
+        half = (END_OF_THOUGHT, *self._triggers) if self._state == "thought" else self._triggers
         if cut and len(self._held) > 1 and any(tag.startswith(self._held) for tag in half):
             self._held = self._white = ""
         kind = Reasoning if self._state == "thought" else Text

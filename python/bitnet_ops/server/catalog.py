@@ -16,14 +16,10 @@ class ModelGrammars:
 
     def __init__(self, lm: LanguageModel) -> None:
         self._lm, self._lock = lm, threading.Lock()
-        self._made: Grammars | None = None
 
     def __call__(self) -> Grammars:
         with self._lock:
-            if self._made is None:
-                size = self._lm.config.vocab_size
-                self._made = Grammars(self._lm.tokenizer, size, self._lm.stop_ids)
-            return self._made
+            return self._lm.grammars
 
 
 @dataclass(frozen=True)
