@@ -554,6 +554,32 @@ def test_the_arguments_of_the_table_are_what_their_schemas_say() -> None:
                 jsonschema.validate(arguments, schema)
 
 
+NESTED = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 10} for i in range(15)}
+GROWING = {
+    "a": objects({"c": {"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}}),
+    "b": objects({"c": {"$ref": "#/$defs/b"}, "d": TEXT}),
+}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        objects({"a": {"$ref": "#/$defs/d0"}}, **{"$defs": {**NESTED, "d15": False}}),
+        {"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": GROWING},
+    ],
+    ids=["a million of a million", "without an end"],
+)
+@pytest.mark.parametrize("form", ["hermes", "xml"])
+def test_small_schemas_that_stand_for_large_ones(
+    form: str, schema: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = f"{form}-{len(str(schema))}"  # it is said once a name
+    shape, _ = shape_of(form, tools=(Tool(name, "", schema),))
+    text = written(form, {"a": 5}).replace('"f"', f'"{name}"').replace("=f>", f"={name}>")
+    _, _, calls, _ = joined([*(reader := shape.text(0, "")).push(text), *reader.end("stop")])
+    assert calls == [(name, '{"a": 5}')] and "too many others" in caplog.text
+
+
 def test_what_is_not_held_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     odd = objects({"x>": TEXT, "a": {**TEXT, "pattern": "(?=a)"}})
     for _ in range(2):

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 JSON_OPTIONS = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 _BITS = 64  # that a rule remembers: which properties have come
 _MOST_ITEMS = 10_000  # a bound of an array above it is left out
-_MOST_BRANCHES, _DEEPEST = 64, 16
+_MOST_BRANCHES, _DEEPEST, _DEEPEST_VALUE = 64, 16, 64
 _TYPES = ("object", "array", "string", "number", "boolean", "null")
 _TEXT = ("pattern", "format", "maxLength", "minLength")
 _FORMATS = ("date", "uuid", "ipv4")  # writers of schemas mean several things by the others
@@ -37,6 +37,17 @@ _STRING = r'/"([^"\\\x00-\x1f\x7f]|\\(["\\bfnrt\/]|u[0-9a-fA-F]{4}))*"/'
 
 class SchemaError(ValueError):
     """What was given is no schema."""
+
+
+class LeftOut(dict[str, None]):
+    """Names of keywords that are not held; `steps`: how many schemas may still be looked at.
+
+    A schema of a kilobyte can stand for a million; what is beyond the steps is not held.
+    """
+
+    def __init__(self, steps: int = 1000) -> None:
+        super().__init__()
+        self.steps = steps
 
 
 def resolved(schema: Any, root: Any) -> Any:
@@ -62,19 +73,20 @@ def resolved(schema: Any, root: Any) -> Any:
 
 
 def branches(
-    schema: Any, root: Any, left_out: dict[str, None] | None = None, depth: int = 0
+    schema: Any, root: Any, left_out: LeftOut | None = None, depth: int = 0
 ) -> list[dict[str, Any]]:
     """Schemas one of which each value of `schema` satisfies, without references and applicators.
 
     left_out: gets the keywords that are not held. Raises SchemaError.
     """
-    left_out = {} if left_out is None else left_out
+    left_out = LeftOut() if left_out is None else left_out
+    left_out.steps -= 1
     if isinstance(schema, bool):
         return [{}] if schema else []
     if not isinstance(schema, Mapping):
         raise SchemaError(f"a {type(schema).__name__} for a schema")
-    if depth > _DEEPEST:
-        left_out["$ref"] = None
+    if depth > _DEEPEST or left_out.steps < 0:
+        left_out["schemas that lead to too many others"] = None
         return [{}]
     found = [{key: schema[key] for key in schema.keys() & _HELD}]
     missing = sorted(schema.keys() & _LEFT_OUT)
@@ -112,7 +124,7 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _both(a: dict[str, Any], b: dict[str, Any], left_out: dict[str, None]) -> dict[str, Any] | None:
+def _both(a: dict[str, Any], b: dict[str, Any], left_out: LeftOut) -> dict[str, Any] | None:
     """What satisfies both, and perhaps more; None: nothing does."""
     found = {**b, **a}
     for key in a.keys() & b.keys():
@@ -210,7 +222,8 @@ class SchemaRules:
     def __init__(self, holds: Callable[[str], bool]) -> None:
         self._holds = holds
         self.lines = ["COMMA: /, ?/", "COLON: /: ?/", f"any: {json_rule({})}", f"STRING: {_STRING}"]
-        self.left_out: dict[str, None] = {}
+        self.left_out = LeftOut(200_000)
+        self._depth = 0
         self._names: dict[Any, str | None] = {}
         self._roots: dict[int, Any] = {}  # kept, for their ids are parts of keys
 
@@ -226,8 +239,12 @@ class SchemaRules:
         """The name of a rule for JSON of a schema within `root`; None: nothing satisfies it."""
         text = json.dumps(schema)
         key = text, id(root) if '"$ref"' in text else 0
+        if self._depth > _DEEPEST_VALUE:
+            self.left_out["schemas that lead to too many others"] = None
+            return "any"
         if key not in self._names:
             self._roots[id(root)] = root
+            self._depth += 1
             name = self._names[key] = f"r{len(self._names)}"  # its body may lead back to it
             bodies = [
                 body
@@ -239,6 +256,7 @@ class SchemaRules:
             self.lines.append(f"{name}: {' | '.join(dict.fromkeys(bodies)) or 'any'}")
             if not bodies:
                 self._names[key] = None
+            self._depth -= 1
         return self._names[key]
 
     def _bodies(self, schema: Mapping[str, Any], root: Any) -> list[str]:
@@ -399,7 +417,7 @@ def members(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], Any]:
 
 
 def arguments_of(
-    parameters: Mapping[str, Any], left_out: dict[str, None] | None = None
+    parameters: Mapping[str, Any], left_out: LeftOut | None = None
 ) -> tuple[dict[str, Any], list[str], Any]:
     """What all branches of a tool's parameters say together (see `members`)."""
     named: dict[str, Any] = {}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from bitnet_ops.generate.schema_rules import (
+    LeftOut,
     arguments_of,
     branches,
     kinds_of,
@@ -438,7 +439,7 @@ class Value:
         return json.dumps(text, ensure_ascii=False)
 
 
-def value_of(schema: Any, root: Any, left_out: dict[str, None] | None = None) -> Value:
+def value_of(schema: Any, root: Any, left_out: LeftOut | None = None) -> Value:
     """How a parameter of this schema is written; `root`: the schema in which it stands.
 
     left_out: gets the keywords that are not held. Raises SchemaError.
