@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from bitnet_ops.server.exchange import AskError, Format, Tool, ToolChoice
 
-MOST_MESSAGES, MOST_STOPS, MOST_TOOLS = 10_000, 16, 1024
+MOST_MESSAGES, MOST_STOPS, MOST_TOOLS = 10_000, 16, 512
 _MOST_NAME = 128
 _MOST_SCHEMA_BYTES, _MOST_SCHEMA_DEPTH = 256 << 10, 64
 
