@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from bitnet_ops.server.exchange import AskError, Format, Tool, ToolChoice
 
 MOST_MESSAGES, MOST_STOPS, MOST_TOOLS = 10_000, 16, 1024
-_MOST_NAME = 128
+_MOST_NAME = 256
 _MOST_SCHEMA_BYTES, _MOST_SCHEMA_DEPTH = 256 << 10, 64
 
 
