@@ -27,7 +27,9 @@ from bitnet_ops.server.gate import Client
 from bitnet_ops.server.http import error_response
 
 _HALF = re.compile(  # the first one without the second, or the second without the first
-    rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]", re.DOTALL
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F][0-9a-fA-F]{2}",
+    re.DOTALL,
 )
 _SMALL = 256 << 10  # a body that always has room
 _MOST_VALUES, _MOST_GROUPS = 1 << 20, 100_000
@@ -188,9 +190,7 @@ class Guard:
                     code="unavailable",
                 )
             if not message.get("more_body", False):
-                body = b"".join(parts)
-                check_json(body)
-                return body
+                return read_json(b"".join(parts))
 
 
 def _origin_error(origin: str) -> AskError:
@@ -228,25 +228,25 @@ def _check_size(size: int, most: int) -> None:
         raise AskError(f"server: expected a body of at most {most >> 20} MiB, got more", status=413)
 
 
-def check_json(body: bytes) -> None:
-    """Raise AskError for JSON that would become far larger than it is, or holds half a character.
+def read_json(body: bytes) -> bytes:
+    """`body`, with U+FFFD for half a character; nothing is parsed for it.
 
-    Those are values by the million, each of which takes a hundred bytes, and surrogates alone,
-    which no answer could repeat. Nothing is parsed for it.
+    Programs that cut texts by units of UTF-16 write halves (a surrogate alone), and write them
+    again with every later request of a conversation; no answer could repeat one. Raises AskError
+    for what would become far larger than it is: values by the million take a hundred bytes each.
     """
     try:
         body.decode()
     except UnicodeDecodeError:
         raise AskError("server: expected a body in UTF-8, got other bytes") from None
-    if b"\0" in body[:4]:
-        raise AskError("server: expected a body in UTF-8, got UTF-16 or UTF-32")
-    plain = body.replace(rb"\\", b"__") if b"\\" in body else body  # what escapes, escapes a letter
+    if b"\0" in body:  # JSON has none
+        raise AskError("server: expected JSON in UTF-8, got a zero byte")
+    plain = body.replace(rb"\\", b"\0\0") if b"\\" in body else body  # what escapes is a letter
     if _HALF.search(plain):
-        raise AskError(
-            "server: expected texts of whole characters, got half of one (a surrogate alone)"
-        )
+        plain = _HALF.sub(rb"\\ufffd", plain)
+        body = plain.replace(b"\0\0", rb"\\")
     if len(body) <= _MOST_GROUPS:
-        return
+        return body
     pieces = plain.replace(rb"\"", b"").split(b'"', 2 * _MOST_VALUES)  # every other one is a text
     outside = b"".join(pieces[::2])
     values, groups = outside.count(b","), outside.count(b"[") + outside.count(b"{")
@@ -256,6 +256,7 @@ def check_json(body: bytes) -> None:
             "lists and objects, got more",
             status=413,
         )
+    return body
 
 
 def _replayed(body: bytes, receive: Any) -> Any:

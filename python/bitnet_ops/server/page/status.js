@@ -20,7 +20,7 @@ function show(data) {
   const words = { ready: "Ready", loading: "Loading the model", draining: "Finishing, takes no new requests" };
   showState(data.state, words[data.state] ?? data.state, `bitnet-ops ${data.version}, up ${duration(data.uptime_s)}`);
   const { queue, requests } = data;
-  const failed = requests.error + requests.rejected;
+  const failed = requests.error + requests.rejected + requests.invalid;
   $("tiles").replaceChildren(
     tile("Running", number(queue.running)),
     tile("Waiting", number(queue.waiting), queue.limit ? ` of ${number(queue.limit)}` : ""),
