@@ -42,8 +42,13 @@ def install(extra: str) -> str:
     """The pip command for the packages of `extra`, one of pyproject.toml's optional dependencies.
 
     It names these themselves: the same words are right in a clone and where a wheel was installed.
+    A copy that pip did not install has no metadata; its remedy is a clone.
     """
-    rows = (row.partition(";") for row in importlib.metadata.requires("bitnet-ops") or ())
+    try:
+        found = importlib.metadata.requires("bitnet-ops") or ()
+    except importlib.metadata.PackageNotFoundError:
+        return f"pip install '.[{extra}]' in a clone"
+    rows = (row.partition(";") for row in found)
     mark = re.compile(rf"extra == ['\"]{extra}['\"]")
     packages = [name.strip() for name, _, condition in rows if mark.search(condition)]
     return " ".join(["pip install", *(f"'{p}'" if re.search("[<>=]", p) else p for p in packages)])

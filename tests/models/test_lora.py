@@ -350,7 +350,7 @@ def test_merging_rejects_another_models_adapter(base, tmp_path):
         shapes = {"model.layers.7.self_attn.q_proj": (256, 256)}
         wrong = adapter(tmp_path / "a", factors(shapes=shapes), target_modules=["q_proj"])
         convert(base[0], tmp_path / "out", lora=wrong)
-    with pytest.raises(ConvertError, match="got .256, 256.; the adapter is another model's"):
+    with pytest.raises(ConvertError, match="got .256, 256.; the adapter belongs to another model"):
         wrong = adapter(tmp_path / "b", factors(shapes={Q: (256, 128)}), target_modules=["q_proj"])
         convert(base[0], tmp_path / "out", lora=wrong)
     with pytest.raises(ConvertError, match="without use_dora, got True"):
@@ -457,7 +457,7 @@ def test_files_are_rejected(tmp_path):
     [
         ({"lm_head": (260, 256)}, "expected lm_head to be a ternary projection, got a HeadWeight"),
         ({"model.layers.9.mlp.up_proj": (4, 4)}, "ternary projection, got no such module"),
-        ({Q: (128, 256)}, "as .256, 256., got .128, 256.; the adapter is another model's"),
+        ({Q: (128, 256)}, "as .256, 256., got .128, 256.; the adapter belongs to another model"),
     ],
 )
 def test_what_does_not_fit_is_rejected(shapes, message, base, tmp_path):

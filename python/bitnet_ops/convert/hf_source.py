@@ -199,7 +199,7 @@ class HfSource(Source):
             if name is None or record is None or list(record.shape) != shape:
                 found = "none of that name" if record is None else f"{list(record.shape)}"
                 expected = f"a projection {module}.weight {shape}, as the adapter has it"
-                reject("lora", expected, found, "the adapter is another model's")
+                reject("lora", expected, found, "the adapter belongs to another model")
             if name in self._factors:
                 reject("lora", f"one adapter of {name}", f"two, one of them as {module}")
             self._factors[name] = lora

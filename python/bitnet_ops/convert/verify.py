@@ -41,8 +41,8 @@ def verify(
         lora: the PEFT directory that was merged when the file was made.
     Returns JSON-ready: "verification" (its "failures" is empty where they agree), "tensors",
         "sha256", "source_sha256".
-    Raises ConvertError for a source that does not convert or is another model's ("other-source"),
-        SglbitntError for a damaged file.
+    Raises ConvertError for a source that does not convert or that belongs to another model
+        ("other-source"), SglbitntError for a damaged file.
     """
     path = model_file(file)
     try:

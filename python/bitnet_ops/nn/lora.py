@@ -46,6 +46,7 @@ _SPELLINGS = (
     ("_orig_mod.", ""), ("module.", ""), ("model.language_model.", "model."),
     ("language_model.", ""), ("layers.", "model.layers."),
 )  # fmt: skip
+_FOREIGN = "the adapter belongs to another model"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])(\.default)?\.weight")
 
@@ -347,7 +348,7 @@ def check_fits(model: nn.Module, adapter: Adapter) -> None:
         base = modules.get(name)
         if type(base) is not BitLinear:
             found = "no such module" if base is None else f"a {type(base).__name__}"
-            _reject(f"{name} to be a ternary projection", found, "the adapter is another model's")
+            _reject(f"{name} to be a ternary projection", found, _FOREIGN)
         shape, expected = (len(lora.b), lora.a.shape[1]), (base.out_features, base.in_features)
         if shape != expected:
-            _reject(f"{name} as {list(expected)}", list(shape), "the adapter is another model's")
+            _reject(f"{name} as {list(expected)}", list(shape), _FOREIGN)
