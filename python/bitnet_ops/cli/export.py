@@ -46,4 +46,4 @@ def run(args: argparse.Namespace) -> int:
         tokenizer=not args.no_tokenizer,
         force=args.force,
     )
-    return show(work, as_json=args.json)
+    return show(work, f"exporting {args.model}", as_json=args.json)

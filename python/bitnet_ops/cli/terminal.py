@@ -128,7 +128,7 @@ class Report(Protocol):
 
 
 def show(
-    work: Callable[..., Report], doing: str = "working", *, as_json: bool, wrote: str | None = None
+    work: Callable[..., Report], doing: str, *, as_json: bool, wrote: str | None = None
 ) -> int:
     """Call `work(progress=...)`, the bar to advance or None, and print its report; returns 0.
 
