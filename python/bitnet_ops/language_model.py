@@ -421,8 +421,6 @@ class LanguageModel:
         {"enable_thinking": False}. Raises tokenizer.ChatTemplateError at the first message if the
         model has no template, or its template no such option.
         """
-        if system is not None:
-            check_kind("chat: expected system as a text or None", system, str)
         stated: GenerateOptions = {**self.generation.sampling, **options}  # type: ignore[typeddict-item]
         talk = Conversation(self, self._request("chat", stated), chat_template_kwargs)
         talk.set_system(system)
@@ -558,6 +556,8 @@ class Conversation:
 
     def set_system(self, content: str | None) -> None:
         """Let `content` be the system message at the beginning; None: let there be none."""
+        if content is not None:
+            check_kind("chat: expected system as a text or None", content, str)
         if self.messages and self.messages[0]["role"] == "system":
             del self.messages[0]
         if content is not None:

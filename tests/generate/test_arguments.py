@@ -104,6 +104,7 @@ CALLS: dict[Any, Callable[..., Any]] = {
     LanguageModel.score: lambda lm, **given: lm.score(**{"texts": ["In"], **given}),
     LanguageModel.chat: lambda lm, **given: lm.chat(**given),
     Conversation.say: lambda lm, content: list(lm.chat(max_new_tokens=2).say(content)),
+    Conversation.set_system: lambda lm, content: lm.chat().set_system(content),
 }
 SHORT, TEXT = {"max_new_tokens": 3}, {"prompt": "In", "max_new_tokens": 2}
 
@@ -173,6 +174,8 @@ TAKES: dict[str, Callable[[Any], bool]] = {
     "checkpoint_tokens": integer(1),
     "Engine.close.seconds": real(0, 1e308),
     "content": among(*TEXTS),
+    "Conversation.set_system.content": either(nothing, kind(str)),
+    "system": either(nothing, kind(str)),
     "convert": kind(bool),
     "dimensions": either(nothing, integer(1, 256)),
     "dtype": never,

@@ -241,8 +241,12 @@ def test_an_adapter_of_a_hybrid_in_its_masters(nested, tuned, tmp_path):
             stored[f"{inside}.weight"] = total.contiguous()
         save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
         about = json.loads((source / "config.json").read_text())
-        about["quantization_config"] = {"quant_method": "bitnet", "linear_class": "autobitlinear",
-                                        "quantization_mode": "online"}  # fmt: skip
+        about["quantization_config"] = {
+            "quant_method": "bitnet",
+            "linear_class": "autobitlinear",
+            "quantization_mode": "online",
+            "modules_to_not_convert": ["lm_head", "in_proj_a", "in_proj_b"],
+        }
         (source / "config.json").write_text(json.dumps(about))
         return source
 

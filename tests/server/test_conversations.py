@@ -126,7 +126,7 @@ def test_tokens_are_counted_of_what_is_read() -> None:
     served = served_with(STRICT)
     body = {"messages": [USER, LATE, ANSWER, AGAIN], "max_tokens": 9, "system": "Be brief."}
     ids = make_prompt(served, MessagesRequest.model_validate(body).ask()).ids
-    assert _count(served, CountRequest.model_validate(body).ask()) == len(ids)
+    assert _count(served, CountRequest.model_validate(body).ask(), 1000) == len(ids)
 
 
 def test_several_calls_and_unknown_roles_for_templates_that_refuse_them() -> None:

@@ -147,8 +147,8 @@ def test_head_gives_what_get_gives_but_for_the_body(path: str, address: str) -> 
         for _ in range(2):  # the connection goes on
             get, head = client.get(path), client.head(path)
             assert (head.status_code, head.content) == (get.status_code, b"")
-            assert head.status_code == 200
-            assert head.headers["content-type"] == get.headers["content-type"]
+            assert head.status_code == (307 if path == "/status/" else 200)
+            assert head.headers.get("content-type") == get.headers.get("content-type")
     assert ask(app_of(access=Access(keys=(KEY,))), "HEAD", path).status_code == 401
     assert ask(app_of(), "HEAD", path, host="evil.example").status_code == 403
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from bitnet_ops.errors import BitNetError
+
 JSON_OPTIONS = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 _BITS = 64  # that a rule remembers: which properties have come
 _MOST_ITEMS = 10_000  # a bound of an array above it is left out
@@ -35,7 +37,7 @@ _LEFT_OUT = _ELSEWHERE | {
 _STRING = r'/"([^"\\\x00-\x1f\x7f]|\\(["\\bfnrt\/]|u[0-9a-fA-F]{4}))*"/'
 
 
-class SchemaError(ValueError):
+class SchemaError(BitNetError, ValueError):
     """What was given is no schema."""
 
 
