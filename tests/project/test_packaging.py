@@ -180,7 +180,7 @@ def test_sdist_holds_the_sources_and_no_build_products(sdist: Path) -> None:
     assert not [name for name in names if name.endswith((".o", ".so", ".pyc"))]
     assert not [name for name in names if name.startswith(("build/", ".github", ".ci", ".venv"))]
     assert "tests/data/demo-model/model.safetensors" in names  # it can test itself
-    assert own_benchmarks() <= names and "benchmarks/lut_prototype.cpp" in names
+    assert own_benchmarks() <= names and "benchmarks/bench_engine.cpp" in names
 
 
 @pytest.mark.slow
