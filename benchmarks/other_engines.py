@@ -15,10 +15,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- begin other engines -->\n", "<!-- end -->"
-# page -> the columns of work that it shows
+# page -> the CPU whose rows it shows (none: all), and the columns of work
 PAGES = {
-    "README.md": ("decode", "prompt of 128"),
-    "docs/notes/performance.md": ("decode", "prompt of 128", "prompt of 512"),
+    "README.md": ("Zen 3", ("decode", "prompt of 128")),
+    "docs/notes/performance.md": ("", ("decode", "prompt of 128", "prompt of 512")),
 }
 Key = tuple[str, str, str, str]  # CPU, kernels, day, engine
 
@@ -34,13 +34,15 @@ def read_record() -> dict[Key, dict[str, tuple[float, float]]]:
     return found
 
 
-def table(work: tuple[str, ...]) -> str:
-    """The record as a table with a column for each kind of `work`."""
+def table(only: str, work: tuple[str, ...]) -> str:
+    """The record, or its rows of the CPU `only`, with a column for each kind of `work`."""
     lines = [
         "| CPU, kernels, day | beside | " + " | ".join(work) + " |",
         "|---|---|" + "---|" * len(work),
     ]
     for (cpu, kernels, day, engine), pairs in read_record().items():
+        if only not in ("", cpu):
+            continue
         cells = [_cell(*pairs[name]) if name in pairs else "-" for name in work]
         lines.append(f"| {cpu}, {kernels}, {day} | {engine} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -55,17 +57,17 @@ def rounded(value: float, digits: int = 2) -> str:
     return f"{float(f'{value:.{digits}g}'):g}"
 
 
-def replaced(text: str, work: tuple[str, ...]) -> str:
+def replaced(text: str, only: str, work: tuple[str, ...]) -> str:
     """`text` with the table between its marks made anew."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return before + BEGIN + table(work) + END + after
+    return before + BEGIN + table(only, work) + END + after
 
 
 def main() -> None:
-    for page, work in PAGES.items():
+    for page, shown in PAGES.items():
         path = ROOT / page
-        path.write_text(replaced(path.read_text(encoding="utf-8"), work), encoding="utf-8")
+        path.write_text(replaced(path.read_text(encoding="utf-8"), *shown), encoding="utf-8")
 
 
 if __name__ == "__main__":

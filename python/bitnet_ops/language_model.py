@@ -64,7 +64,7 @@ if sys.version_info >= (3, 11):
 else:
     from typing_extensions import Unpack  # torch depends on it
 
-_Folder = str | os.PathLike[str]
+Folder = str | os.PathLike[str]
 DEMO_DIR = Path(__file__).parent / "data" / "demo"
 
 
@@ -81,9 +81,9 @@ def load(
     activation_sparsity: str | None = None,
     cache: str | os.PathLike[str] | None = None,
     convert: bool = True,
-    lora: _Folder | Mapping[str, _Folder] | None = None,
+    lora: Folder | Mapping[str, Folder] | None = None,
     kv_cache_mb: float | None = None,
-    prefix_dir: _Folder | None = None,
+    prefix_dir: Folder | None = None,
     prefix_dir_mb: float = 4096,
 ) -> LanguageModel:
     """Open a model.
@@ -211,7 +211,7 @@ def _open(
     return lm
 
 
-def _read_adapters(lora: _Folder | Mapping[str, _Folder] | None) -> dict[str | None, Adapter]:
+def _read_adapters(lora: Folder | Mapping[str, Folder] | None) -> dict[str | None, Adapter]:
     if lora is None:
         return {}
     if isinstance(lora, Mapping) and not all(isinstance(name, str) for name in lora):
@@ -248,7 +248,7 @@ class LanguageModel:
         path: Path | None = None,
         generation: GenerationConfig | None = None,
         kv_cache_mb: float | None = None,
-        prefix_dir: _Folder | None = None,
+        prefix_dir: Folder | None = None,
         prefix_dir_mb: float = 4096,
     ) -> None:
         who = "LanguageModel: expected"

@@ -150,7 +150,7 @@ CASES = {
              _family("falcon3-like", "falcon3-256", heads=2, kv_heads=1, head_dim=256, vocab=301)),
         Case("7", "tiiuae/Falcon-E-{1B,3B}", "llama, bitnet (bitlinear)",
              FAMILIES["falcon-e-like"]),
-        Case("8", "microsoft/BitNet-embedding-0.6B", "Qwen3Model with <projection>.norm",
+        Case("8", "microsoft/BitNet-embedding-0.6B", "Qwen3Model with `<projection>.norm`",
              _EMBEDDING, dataclasses.replace(
                  _EMBEDDING, architecture="Qwen3ForCausalLM", inner_norms="rms_norm",
                  quantized=True)),
@@ -186,7 +186,7 @@ CASES = {
              "minicpm (scale_emb, scale_depth, dim_model_base)", _MINICPM, dataclasses.replace(
                  _MINICPM, model_type="llama", tied=False, config_extra=_LONGROPE),
              fold=_folded),
-        Case("16", "microsoft/BitNet-embedding-270M", "Gemma3TextModel with <projection>.norm",
+        Case("16", "microsoft/BitNet-embedding-270M", "Gemma3TextModel with `<projection>.norm`",
              _GEMMA_EMBEDDING, dataclasses.replace(
                  _GEMMA_EMBEDDING, architecture="Gemma3ForCausalLM", inner_norms="rms_norm",
                  quantized=True)),

@@ -1,7 +1,9 @@
 """Every block of python and bash on the pages runs as pasted, with small models in their place.
 
-A block that cannot run has `<!-- not run: reason -->` on the line before it. It is compiled, its
-names are defined, and its `bitnet-ops` commands are words that the command line takes.
+`bitnet-ops serve` runs on a free port until it is ready and is then ended; what asks localhost:8080
+asks a server of the demo model. A block that cannot run has `<!-- not run: reason -->` on the line
+before it. It is compiled, its names are defined, and its `bitnet-ops` commands are words that the
+command line takes.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +30,7 @@ from safetensors.torch import save_file
 from bitnet_ops import cli
 from bitnet_ops.convert import export_gguf
 from bitnet_ops.language_model import DEMO_DIR
+from served import app_of, serving
 
 ROOT = Path(__file__).resolve().parents[2]
 HISTORY = ("CHANGELOG.md", "docs/log.md")  # what they name may be gone
@@ -43,6 +47,16 @@ COMMANDS = r"^\$? ?(bitnet-ops|cmake|pip|python|scripts/\w+) "
 MASTERS = ROOT / "tests" / "data" / "demo-model"
 CHECKPOINTS = ("bitnet-2b", "masters", "checkpoint", "microsoft/bitnet-b1.58-2B-4T")
 ADAPTERS = ("adapter", "adapters/fr", "adapters/law", "adapters/chess")
+PORT = "localhost:8080"
+SERVE = """
+bitnet-ops() {
+  if [ "$1" != serve ]; then command bitnet-ops "$@"; return; fi
+  command bitnet-ops "$@" --port 0 2>said &
+  until grep -q ^ready said; do kill -0 $! || { cat said >&2; exit 1; }; sleep 0.1; done
+  kill -TERM $!
+  wait $!
+}
+"""
 WRITES = re.compile(r"^bitnet-ops (?:convert|quantize|export|dummy) \S+ (\S+)", re.MULTILINE)
 
 
@@ -96,15 +110,27 @@ def _write_adapter(folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """Host and port of a server of the demo model."""
+    with serving(app_of()) as address:
+        yield address.removeprefix("http://")
+
+
 @pytest.mark.parametrize("name", RUN)
-def test_block_runs_as_pasted(name: str, models: Path, tmp_path: Path) -> None:
+def test_block_runs_as_pasted(
+    name: str, models: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     block = BLOCKS[name]
+    code = block.code
+    if PORT in code and "bitnet-ops serve" not in code:
+        code = code.replace(PORT, request.getfixturevalue("server"))
     shutil.copytree(models, tmp_path, dirs_exist_ok=True)
     for written in WRITES.findall(block.code):
         shutil.rmtree(tmp_path / written, ignore_errors=True)
     command = {
-        "python": [sys.executable, "-c", block.code],
-        "bash": ["bash", "-euo", "pipefail", "-c", block.code],
+        "python": [sys.executable, "-c", code],
+        "bash": ["bash", "-euo", "pipefail", "-c", SERVE + code],
     }[block.language]
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
     done = subprocess.run(
