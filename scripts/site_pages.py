@@ -44,8 +44,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return found[0]
         target = Path(os.path.normpath(folder / path)).relative_to(ROOT).as_posix()
         within = target if target in TOP else target.removeprefix("docs/")
-        page_of = files.get_file_from_path(within)
-        if page_of is None or page_of.inclusion.is_excluded():
+        joined = files.get_file_from_path(within)
+        elsewhere = joined is None or joined.inclusion.is_excluded()
+        if elsewhere and (ROOT / target).exists():
             kind = "tree" if (ROOT / target).is_dir() else "blob"
             return f"{found['before']}{address}/{kind}/main/{target}{sharp}{anchor}"
         uri = os.path.relpath(within, os.path.dirname(source) or ".")
