@@ -35,6 +35,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     source = page.file.src_uri
     if source == "README.md":  # alone in its tab
         page.meta["hide"] = ["navigation"]
+    boost = 4 if source.startswith("guide/") else 0.5 if source.startswith(("notes/", "CH")) else 1
+    page.meta["search"] = {"boost": boost}
     folder = (ROOT / source if source in TOP else ROOT / "docs" / source).parent
     address = config.extra["social"][0]["link"]
 
