@@ -11,9 +11,7 @@ Run from the root of the source tree, each with --help:
     python -m benchmarks.compare_bonsai        Ternary-Bonsai's dimensions beside llama.cpp
     python -m benchmarks.engine_studies        arriving prompts, prefixes, drafts, sampling
     python -m benchmarks.bench_apply           a layer's apply in a serving engine, beside its op
-    python -m benchmarks.bench_calls           a call of an op beside one that does nothing
     python -m benchmarks.bench_compat          earlier BitNet kernels' calls and layers
-    python -m benchmarks.bench_lut             look-up tables
     python -m benchmarks.many_cores            a step's plan on machines with many cores, simulated
     python -m benchmarks.count_loops           instructions and cycles of the inner loops
     python -m benchmarks.compare_heads         what head formats cost in quality; compare_kv:

@@ -1,5 +1,5 @@
-# Toolchain file: the kernel library for 64-bit Arm with Debian's cross compiler, run under qemu.
-# Use with -DBITNET_KERNELS_ONLY=ON. It must not know what is built.
+# Toolchain file: 64-bit Arm with Debian's cross compiler, run under qemu; the kernel library alone
+# (-DBITNET_KERNELS_ONLY=ON), or a wheel (scripts/build_wheels). It must not know what is built.
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)
 set(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)

@@ -49,7 +49,6 @@ std::map<std::string, bool> cpu_features() {
 
 py::list kernel_table() {
   py::list rows;
-  const bitnet::KernelTable* current = &bitnet::kernels();
   for (const auto* table : bitnet::all_tables()) {
     py::dict row;
     row["isa"] = table->name;
@@ -57,7 +56,6 @@ py::list kernel_table() {
     row["required"] = feature_list(table->required);
     row["missing"] = feature_list(table->required & ~bitnet::cpu_features());
     row["available"] = bitnet::runs_here(*table);
-    row["selected"] = table == current;
     rows.append(row);
   }
   return rows;
@@ -148,7 +146,8 @@ PYBIND11_MODULE(_runtime, m) {
   m.def("amx_permission", &amx_permission,
         "The process's permission to use AMX tiles: 'none' (no AMX here), 'not requested', "
         "'granted' or 'rejected'. Asked for when an ISA that needs it is chosen.");
-  m.def("kernel_table", &kernel_table, "One row per ISA: required and missing features, selected.");
+  m.def("kernel_table", &kernel_table,
+        "One row per ISA: features it needs, those missing, available.");
   m.def(
       "tile_lanes", [] { return bitnet::kernels().tile_lanes; },
       "32-bit lanes of the CPU-specific weight layouts of the ISA in use.");

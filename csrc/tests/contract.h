@@ -273,8 +273,7 @@ inline void rope_head(const float* x, const float* cos_sin, int64_t dim, float* 
   }
 }
 
-// ---- attention, without the order of its sums
-// -----------------------------------------------------
+// ---- attention, without the order of its sums ---------------------------------------------------
 
 inline std::vector<double> rows_of(const AttentionChunk& c, const void* rows) {
   std::vector<double> values;

@@ -288,8 +288,7 @@ void check_table(const KernelTable& table, int64_t n, int64_t k, int64_t tokens)
   }
 }
 
-// ---- a table that wants its tokens in tiles, and all rows for some tokens before the next ones
-// ----
+// ---- tables that want tiles of tokens, and all rows of some tokens first ------------------------
 
 constexpr int64_t kTile = 32;
 int64_t tiled_k = 0;
@@ -363,8 +362,7 @@ void tokens_in_tiles() {
         static_cast<int>(rule.least), static_cast<int>(rule.parts));
 }
 
-// ---- several matrices of the same tokens, on threads
-// ---------------------------------------------
+// ---- several matrices of the same tokens, on threads --------------------------------------------
 
 void on_threads(const KernelTable& table) {
   Random random(11);

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -97,6 +99,18 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_PACKAGES})
 
 
+def _check_this_python() -> None:
+    """Raise ImportError where no `_runtime` was compiled for this Python: a wheel has several."""
+    if importlib.util.find_spec("bitnet_ops._runtime") is not None:
+        return
+    found = sorted(path.name for path in Path(__file__).parent.glob("_runtime.*.so"))
+    raise ImportError(
+        f"bitnet_ops: expected its module _runtime for Python {sys.version.split()[0]} "
+        f"({sys.implementation.cache_tag}), found {', '.join(found) or 'none'}; use a Python that "
+        "it was built for, or build it for this one: run `pip install .` in the project"
+    )
+
+
 def read_affinity() -> None:
     """Read the CPUs that this process may use, before torch pins the thread that imports it."""
     machine = importlib.import_module("bitnet_ops.machine")
@@ -105,6 +119,7 @@ def read_affinity() -> None:
             importlib.import_module("bitnet_ops._runtime")  # whose threads read them too
 
 
+_check_this_python()
 if _is_the_command():
     from bitnet_ops import _interrupt
 

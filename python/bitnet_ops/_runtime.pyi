@@ -13,7 +13,6 @@ class KernelRow(TypedDict):
     required: list[str]
     missing: list[str]
     available: bool
-    selected: bool
 
 def isa() -> str:
     """Name of the ISA in use; chosen at the first call (BITNET_OPS_ISA, else the best)."""

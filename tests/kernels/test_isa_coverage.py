@@ -67,9 +67,8 @@ def test_all_isas_names_no_isa_that_this_file_does_not_know() -> None:
     assert set(_runtime.available_isas()) <= set(_runtime.all_isas())
 
 
-def test_forced_isa_is_the_selected_row_and_computes(isa: str) -> None:
-    selected = [row["isa"] for row in _runtime.kernel_table() if row["selected"]]
-    assert selected == [isa] == [_runtime.isa()]
+def test_forced_isa_is_in_use_and_computes(isa: str) -> None:
+    assert _runtime.isa() == isa
     weight = ops.pack(torch.tensor([[1, -1, 0, 1, 1]], dtype=torch.int8))
     assert ops.gemv(weight, torch.tensor([3, 5, 7, 11, -2], dtype=torch.int8)).tolist() == [7]
 

@@ -44,6 +44,11 @@ def test_import_registers_the_ops_and_loads_nothing_heavy() -> None:
 
 # (what is done before the import, words that the ImportError must hold)
 BROKEN = {
+    "other_python": (
+        "real = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda n, *a: None if n.endswith('_runtime') else real(n, *a)",
+        ["its module _runtime for Python 3.", "found ", "a Python that it was built for"],
+    ),
     "old_torch": (
         "torch.__version__ = '2.9.1+cpu'",
         ["expected torch >= 2.10, got torch 2.9.1+cpu", "upgrade torch", "built with compiler"],

@@ -19,7 +19,10 @@ import tarfile
 import zipfile
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -153,12 +156,13 @@ def wheel(
 ) -> Built:
     """The wheel, built in isolation from the sdist, not the tree: the sdist must be complete.
 
-    With the scalar kernels alone, in little time: what it is about is the packaging.
+    With the scalar kernels alone, in little time: what it is about is the packaging. Its libraries
+    are linked as a release's are (scripts/build_wheels).
     """
     out = tmp_path_factory.mktemp("wheel")
     env = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(build_wheels)}
     settings = ["-C", "cmake.define.BITNET_ISAS=scalar"]
-    settings += ["-C", "cmake.build-type=Quick"]
+    settings += ["-C", "cmake.build-type=Quick", "-C", "cmake.define.BITNET_MANYLINUX=ON"]
     log = environment.pip("wheel", "-v", sdist, "--no-deps", "-w", out, *settings, env=env)
     (path,) = out.glob("*.whl")
     return Built(path, log)
@@ -180,7 +184,7 @@ def test_sdist_holds_the_sources_and_no_build_products(sdist: Path) -> None:
     assert not [name for name in names if name.endswith((".o", ".so", ".pyc"))]
     assert not [name for name in names if name.startswith(("build/", ".github", ".ci", ".venv"))]
     assert "tests/data/demo-model/model.safetensors" in names  # it can test itself
-    assert own_benchmarks() <= names and "benchmarks/lut_prototype.cpp" in names
+    assert own_benchmarks() <= names and "benchmarks/bench_engine.cpp" in names
 
 
 @pytest.mark.slow
@@ -231,6 +235,41 @@ def test_wheel_installs_and_imports_without_a_compiler(
     assert isa
     assert Path(origin.strip()).is_relative_to(environment.site)
     environment.pip("uninstall", "-y", "bitnet-ops")
+
+
+# --- a wheel for several Pythons: scripts/build_wheels ------------------------------------------
+
+
+def build_wheels_program() -> ModuleType:
+    loader = SourceFileLoader("build_wheels", str(ROOT / "scripts" / "build_wheels"))
+    module = module_from_spec(spec_from_loader("build_wheels", loader))
+    loader.exec_module(module)
+    return module
+
+
+def test_a_wheel_is_for_every_python_or_names_those_without_headers(tmp_path: Path) -> None:
+    """Interpreters and folders; one of a machine before one for all; no wheel lacks a Python."""
+    program = build_wheels_program()
+    for version in (*program.VERSIONS, "arm"):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "Python.h").touch()
+    named = [f"{version}={tmp_path / version}" for version in program.VERSIONS]
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    found = program.runtimes("x86_64", [*reversed(named), f"aarch64:3.12={tmp_path / 'arm'}"])
+    assert list(found) == list(program.VERSIONS)
+    assert found["3.12"] == tmp_path / "3.12"
+    found = program.runtimes("aarch64", [*named, f"aarch64:3.12={tmp_path / 'arm'}"])
+    assert found["3.12"] == tmp_path / "arm"
+    others = [name for name in named if not name.startswith(f"{here}=")]
+    assert program.runtimes("x86_64", [*others, sys.executable])[here] == Path(
+        sysconfig.get_path("include")
+    )
+    with pytest.raises(SystemExit, match=rf"got none of {re.escape(here)}; name each with"):
+        program.runtimes("x86_64", others)
+    with pytest.raises(SystemExit, match=r"expected Python\.h in .*gone, found none"):
+        program.runtimes("x86_64", [f"3.10={tmp_path / 'gone'}"])
+    classifiers = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    assert list(program.VERSIONS) == classifiers
 
 
 # --- which torch the build takes -----------------------------------------------------------------

@@ -200,7 +200,7 @@ def test_one_version_everywhere_and_every_python_from_the_floor_on() -> None:
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\nversion: {PROJECT['version']}\n" in citation
     assert f'repository-code: "{PROJECT["urls"]["Homepage"]}"' in citation
-    assert f"## {PROJECT['version']} " in TEXT["CHANGELOG.md"]
+    assert f"## [{PROJECT['version']}] - " in TEXT["CHANGELOG.md"]
     version = re.compile(r"Programming Language :: Python :: 3\.(\d+)")
     minors = [int(m[1]) for m in map(version.fullmatch, PROJECT["classifiers"]) if m]
     floor = int(PROJECT["requires-python"].removeprefix(">=3."))

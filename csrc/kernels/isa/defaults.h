@@ -201,12 +201,11 @@ struct TokenPairs {
   static constexpr bool kHere = false;
 };
 
-// ---- canonical rows
-// ------------------------------------------------------------------------------ A k-step is
-// kStepBlocks weight blocks of a row.  Raw holds its bytes; codes<F> takes field F out (0 = bits
-// 7-6, meeting activations 0..31 of each block); load_x<F> loads the activations that meet it.  dot
-// adds their products into a Partial, which is safe for kFlushSteps steps; widen folds a Partial
-// into an Acc.  load_raw_tail / load_x_tail do the same for a last step of one block.
+// ---- canonical rows -----------------------------------------------------------------------------
+// A k-step is kStepBlocks weight blocks of a row. Raw holds its bytes; codes<F> takes field F out
+// (0 = bits 7-6, meeting activations 0..31 of each block); load_x<F> loads the activations that
+// meet it. dot adds their products into a Partial, which is safe for kFlushSteps steps; widen folds
+// a Partial into an Acc. load_raw_tail / load_x_tail do the same for a last step of one block.
 
 constexpr int64_t kStepBlocks = 1;
 constexpr int64_t kFlushSteps = 1 << 30;  // int32 partial sums: no flush needed

@@ -166,8 +166,6 @@ def _isa() -> Facts:
     """The ISA in use, or why there is none, and one row an ISA of this build, best first."""
     forced = os.environ.get("BITNET_OPS_ISA") or None
     selected, error = _or_error(_runtime.isa)
-    if error:  # the table cannot be read before a choice is made: let it be the automatic one
-        _runtime.force_isa("")
     rows = [dict(row) for row in _runtime.kernel_table()]
     for row in rows:
         row["selected"] = row["isa"] == selected
