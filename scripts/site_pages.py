@@ -35,6 +35,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     source = page.file.src_uri
     if source == "README.md":  # alone in its tab
         page.meta["hide"] = ["navigation"]
+    boost = 4 if source.startswith("guide/") else 0.5 if source.startswith(("notes/", "CH")) else 1
+    page.meta["search"] = {"boost": boost}
     folder = (ROOT / source if source in TOP else ROOT / "docs" / source).parent
     address = config.extra["social"][0]["link"]
 
@@ -44,8 +46,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return found[0]
         target = Path(os.path.normpath(folder / path)).relative_to(ROOT).as_posix()
         within = target if target in TOP else target.removeprefix("docs/")
-        page_of = files.get_file_from_path(within)
-        if page_of is None or page_of.inclusion.is_excluded():
+        joined = files.get_file_from_path(within)
+        elsewhere = joined is None or joined.inclusion.is_excluded()
+        if elsewhere and (ROOT / target).exists():
             kind = "tree" if (ROOT / target).is_dir() else "blob"
             return f"{found['before']}{address}/{kind}/main/{target}{sharp}{anchor}"
         uri = os.path.relpath(within, os.path.dirname(source) or ".")
