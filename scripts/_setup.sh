@@ -158,6 +158,14 @@ ctest_alone() {
   ctest_in "$ROOT/build/$1" -DBITNET_KERNELS_ONLY=ON -DBITNET_WERROR="${BITNET_WERROR:-OFF}" "${@:2}"
 }
 
+# compile_alone FOLDER CMAKE_OPTION...: that the kernel library compiles, without tests, in a minute.
+compile_alone() {
+  local build="$1" log
+  cmake -S "$ROOT" -B "$build" -G Ninja -DBITNET_KERNELS_ONLY=ON -DBITNET_WERROR="${BITNET_WERROR:-OFF}" \
+    -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O0 "${@:2}" >/dev/null
+  log="$(cmake --build "$build" --parallel --target bitnet_kernels 2>&1)" || { echo "$log" >&2; return 1; }
+}
+
 # suites_of PROGRAM FILTER...: the suites of a bitnet_tests, each as the filter that chooses it.
 suites_of() { "$@" --list | sed 's/[.].*/./' | uniq; }
 

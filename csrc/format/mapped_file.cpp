@@ -3,16 +3,10 @@
 // know: torch, Python, the rules of the format.
 #include "format/mapped_file.h"
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
-#include <cerrno>
-#include <cstring>
 #include <utility>
 
 #include "format/errors.h"
+#include "format/system_file.h"
 
 namespace bitnet::format {
 namespace {
@@ -23,12 +17,12 @@ namespace {
 }
 
 // Closes on every way out, unless someone else does.
-struct Descriptor {
-  int fd;
-  ~Descriptor() {
-    if (fd >= 0) ::close(fd);
+struct OpenFile {
+  SystemFile file;
+  ~OpenFile() {
+    if (file != kNoFile) close_file(file);
   }
-  int keep() { return std::exchange(fd, -1); }
+  SystemFile keep() { return std::exchange(file, kNoFile); }
 };
 
 // Runs `body`, putting the path in front of what the format rules have to say.
@@ -48,51 +42,43 @@ MappedFile::MappedFile(const std::string& path) {
     fail_io(path.substr(0, path.find('\0')), "a path without zero bytes, got one",
             "; check the path");
   }
-  // O_NONBLOCK: a named pipe must be rejected, not waited for.
-  Descriptor file{::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)};
-  if (file.fd < 0) {
-    fail_io(path, std::string("a readable file, got error ") + std::strerror(errno),
+  OpenFile open{open_to_read(path)};
+  if (open.file == kNoFile) {
+    fail_io(path, "a readable file, got error " + last_error(),
             "; check the path and its permissions");
   }
-  struct stat info{};
-  if (::fstat(file.fd, &info) != 0 || !S_ISREG(info.st_mode)) {
+  const std::optional<std::uint64_t> size = size_of(open.file);
+  if (!size) {
     fail_io(path, "a regular file, got a directory, pipe or device", "; name the .bin file itself");
   }
-  size_bytes_ = static_cast<std::uint64_t>(info.st_size);
-  if (size_bytes_ == 0) return;  // mmap rejects length 0; the parser reports it as truncated
-  void* map =
-      ::mmap(nullptr, size_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, file.fd, 0);
-  if (map == MAP_FAILED) {
-    fail_io(path, str(size_bytes_) + " bytes of address space, got error " + std::strerror(errno),
+  size_bytes_ = *size;
+  if (size_bytes_ == 0) return;  // length 0 cannot be mapped; the parser reports it as truncated
+  data_ = map_file(open.file, size_bytes_);
+  if (data_ == nullptr) {
+    fail_io(path, str(size_bytes_) + " bytes of address space, got error " + last_error(),
             "; free memory or raise the limit (ulimit -v)");
   }
-  data_ = static_cast<const std::uint8_t*>(map);
-  fd_ = file.keep();
+  file_ = open.keep();
 }
 
 MappedFile::~MappedFile() {
-  if (data_ != nullptr) ::munmap(const_cast<std::uint8_t*>(data_), size_bytes_);
-  if (fd_ >= 0) ::close(fd_);
+  if (data_ != nullptr) unmap(data_, size_bytes_);
+  if (file_ != kNoFile) close_file(file_);
 }
 
 void MappedFile::check_length(const std::string& path) const {
-  struct stat info{};
-  if (fd_ < 0 || ::fstat(fd_, &info) != 0) return;  // nothing is mapped, or nothing can be said
-  const auto now = static_cast<std::uint64_t>(info.st_size);
-  if (now >= size_bytes_) return;
-  throw FormatError(ErrorCode::kTruncated, now,
+  if (file_ == kNoFile) return;  // nothing is mapped
+  const std::optional<std::uint64_t> now = size_of(file_);
+  if (!now || *now >= size_bytes_) return;  // nothing can be said, or nothing is wrong
+  throw FormatError(ErrorCode::kTruncated, *now,
                     path + ": expected the " + str(size_bytes_) +
-                        " bytes that the file had when it was opened, got " + str(now) +
+                        " bytes that the file had when it was opened, got " + str(*now) +
                         "; it was shortened while in use: write a new file and rename it instead");
 }
 
 void MappedFile::release(std::uint64_t offset_bytes, std::uint64_t size_bytes) const {
-  // Whole pages only: those at the ends may hold what others still need.
-  const auto page = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
-  const std::uint64_t begin = (offset_bytes + page - 1) / page * page;
-  const std::uint64_t end = (offset_bytes + size_bytes) / page * page;
-  if (begin >= end) return;
-  ::madvise(const_cast<std::uint8_t*>(data_) + begin, end - begin, MADV_DONTNEED);  // a hint
+  if (data_ == nullptr) return;
+  give_back_pages(data_ + offset_bytes, data_ + offset_bytes + size_bytes);
 }
 
 SglbitntFile::SglbitntFile(const std::string& path, bool check_codes)

@@ -36,7 +36,7 @@ class MappedFile {
  private:
   const std::uint8_t* data_ = nullptr;
   std::uint64_t size_bytes_ = 0;
-  int fd_ = -1;  // kept for check_length
+  std::intptr_t file_ = -1;  // of system_file.h, kept for check_length
 };
 
 // Every error is a FormatError whose text starts with the path.

@@ -7,8 +7,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
@@ -56,6 +58,8 @@ uint64_t read_xcr0() {
   return (static_cast<uint64_t>(high) << 32) | low;
 }
 
+// Of AMX, what the system has: of all systems Linux alone has been tried, and is asked.
+#if defined(__linux__)
 constexpr long kArchGetXcompSupp = 0x1021, kArchGetXcompPerm = 0x1022, kArchReqXcompPerm = 0x1023;
 constexpr long kXfeatureTileData = 18;
 
@@ -64,6 +68,15 @@ bool reports_tile_data(long request) {
   uint64_t features = 0;
   return syscall(SYS_arch_prctl, request, &features) == 0 && (features >> kXfeatureTileData & 1);
 }
+
+bool system_has_tiles() { return reports_tile_data(kArchGetXcompSupp); }
+bool tiles_granted() { return reports_tile_data(kArchGetXcompPerm); }
+bool ask_for_tiles() { return syscall(SYS_arch_prctl, kArchReqXcompPerm, kXfeatureTileData) == 0; }
+#else
+bool system_has_tiles() { return false; }
+bool tiles_granted() { return false; }
+bool ask_for_tiles() { return false; }
+#endif
 
 uint64_t detect() {
   const Leaf basic = cpuid(1, 0);
@@ -93,7 +106,7 @@ uint64_t detect() {
     add((ext1.a >> 5) & 1, kAvx512Bf16);
   }
   const bool cpu_amx = (ext.d >> 24) & 1;
-  if (os_amx && cpu_amx && reports_tile_data(kArchGetXcompSupp)) {
+  if (os_amx && cpu_amx && system_has_tiles()) {
     add(true, kAmxTile);
     add((ext.d >> 25) & 1, kAmxInt8);
     add((ext.d >> 22) & 1, kAmxBf16);
@@ -143,13 +156,11 @@ std::atomic<bool> g_amx_rejected{false};
 constexpr bool kPretendedTiles = (uint64_t{BITNET_PRETENDED_FEATURES} & kAmxTile) != 0;
 std::atomic<bool> g_pretended_granted{false};
 
-bool amx_granted() {
-  return kPretendedTiles ? g_pretended_granted.load() : reports_tile_data(kArchGetXcompPerm);
-}
+bool amx_granted() { return kPretendedTiles ? g_pretended_granted.load() : tiles_granted(); }
 
 bool ask_for_amx() {
   if (kPretendedTiles) return g_pretended_granted = true;
-  return syscall(SYS_arch_prctl, kArchReqXcompPerm, kXfeatureTileData) == 0;
+  return ask_for_tiles();
 }
 
 }  // namespace

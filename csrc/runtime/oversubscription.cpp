@@ -15,6 +15,8 @@
 #include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(_WIN32)
+#include <windows.h>
 #endif
 
 namespace bitnet {
@@ -91,6 +93,24 @@ bool leave_cpu([[maybe_unused]] int32_t cpu) {
   return true;
 #else
   return false;
+#endif
+}
+
+// On Windows libstdc++ 12 waits for a condition variable without holding its lock while it looks,
+// and sleeps through what it is told meanwhile.
+void wait_while(std::atomic<uint32_t>& word, uint32_t value) {
+#if defined(_WIN32)
+  WaitOnAddress(&word, &value, sizeof value, INFINITE);
+#else
+  word.wait(value, std::memory_order_seq_cst);
+#endif
+}
+
+void wake_waiting(std::atomic<uint32_t>& word) {
+#if defined(_WIN32)
+  WakeByAddressAll(&word);
+#else
+  word.notify_all();
 #endif
 }
 

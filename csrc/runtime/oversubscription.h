@@ -26,6 +26,11 @@ bool may_back_off();
 // Moves the calling thread off CPU `cpu`; false if its mask has no other CPU.
 bool leave_cpu(int32_t cpu);
 
+// Sleeps while `word` is `value`; may return early.
+void wait_while(std::atomic<uint32_t>& word, uint32_t value);
+// Wakes all threads that sleep in wait_while on `word`.
+void wake_waiting(std::atomic<uint32_t>& word);
+
 // Sleeps while `word` is `value`, at most `ns`; may return early.
 void wait_at_most(std::atomic<uint32_t>& word, uint32_t value, int64_t ns);
 // Wakes all threads that sleep in wait_at_most on `word`.

@@ -84,7 +84,7 @@ void StagedExecutor::publish(OpenStage open) {
               std::memory_order_seq_cst);
   if (sleepers_.load(std::memory_order_seq_cst) != 0) {
     opened_.store(static_cast<uint32_t>(tag_of(open.stage)), std::memory_order_seq_cst);
-    opened_.notify_all();
+    wake_waiting(opened_);
   }
   if (open.stage < stages_ || backed_off_.load(std::memory_order_seq_cst) == 0) return;
   ended_.store(1, std::memory_order_seq_cst);
@@ -158,8 +158,7 @@ StagedExecutor::OpenStage StagedExecutor::wait_for(int64_t stage, Shift& shift) 
   while ((open = open_stage()).stage < stage) {
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
     const uint32_t seen = opened_.load(std::memory_order_seq_cst);
-    if (open_stage(std::memory_order_seq_cst).stage < stage)
-      opened_.wait(seen, std::memory_order_seq_cst);
+    if (open_stage(std::memory_order_seq_cst).stage < stage) wait_while(opened_, seen);
     sleepers_.fetch_sub(1, std::memory_order_relaxed);
   }
   return open;

@@ -51,9 +51,16 @@ struct Tally {
 
 inline Tally tally;
 
+// What formats are checked by: MinGW-w64 brings a printf of its own.
+#if defined(__MINGW_PRINTF_FORMAT)
+#define BITNET_PRINTF __MINGW_PRINTF_FORMAT
+#else
+#define BITNET_PRINTF printf
+#endif
+
 // Names the case that begins: a guard page or an illegal instruction can then be told from its
 // name.
-[[gnu::format(printf, 1, 2)]] inline void begin_case(const char* format, ...) {
+[[gnu::format(BITNET_PRINTF, 1, 2)]] inline void begin_case(const char* format, ...) {
   ++tally.cases;
   va_list arguments;
   va_start(arguments, format);
@@ -67,8 +74,8 @@ inline void not_here(const char* what) {
   std::printf("  not here: %s\n", what);
 }
 
-[[gnu::format(printf, 3, 4), gnu::cold]] inline void fail(int line, const char* what,
-                                                          const char* format, ...) {
+[[gnu::format(BITNET_PRINTF, 3, 4), gnu::cold]] inline void fail(int line, const char* what,
+                                                                 const char* format, ...) {
   constexpr int64_t kShown = 20;
   if (++tally.failures > kShown) return;
   std::fprintf(stderr, "FAILED line %d: %s [%s]: ", line, what, tally.running);

@@ -4,14 +4,13 @@
 // kernels.
 #pragma once
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+
+#include "tests/system.h"
 
 namespace bitnet::test {
 
@@ -29,12 +28,12 @@ inline constexpr int kPlacementCount = static_cast<int>(sizeof kPlacements / siz
 class Arena {
  public:
   explicit Arena(std::size_t capacity_bytes) {
-    page_ = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+    page_ = page_bytes();
     size_ = (capacity_bytes + kMargin + page_ - 1) / page_ * page_;
-    void* map = mmap(nullptr, size_ + 2 * page_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    begin_ = static_cast<uint8_t*>(map) + page_;
-    if (map == MAP_FAILED || mprotect(begin_, size_, PROT_READ | PROT_WRITE) != 0) {
-      std::perror("guarded.h: mmap");
+    void* pages = reserve_pages(size_ + 2 * page_);
+    begin_ = static_cast<uint8_t*>(pages) + page_;
+    if (pages == nullptr || !make_accessible(begin_, size_)) {
+      std::perror("guarded.h: no pages");
       std::exit(1);
     }
     std::memset(begin_, kPoison, size_);
@@ -42,7 +41,7 @@ class Arena {
   }
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
-  ~Arena() { munmap(begin_ - page_, size_ + 2 * page_); }
+  ~Arena() { free_pages(begin_ - page_, size_ + 2 * page_); }
 
   // Room for `count` elements, all poison.  The former buffer of this arena is gone.
   template <class T>

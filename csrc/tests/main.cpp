@@ -4,23 +4,22 @@
 // Several suites run in a process each, so that what one leaves behind (a forced ISA, variables of
 // the environment, threads) meets no other, and a crash ends one suite alone. A single suite runs
 // in this process, for debuggers.
-#include <sys/wait.h>
-
 #include <algorithm>
 #include <chrono>
 
 #include "tests/check.h"
+#include "tests/system.h"
 #include "tests/tables.h"
 
 namespace bitnet::test {
 namespace {
 
-void name_case_and_die(int signal) {
+void name_case_and_die(const char* crash) {
   const auto say = [](const char* text) {
     if (write(STDERR_FILENO, text, std::strlen(text)) < 0) std::_Exit(1);
   };
   say("FAILED: ");
-  say(strsignal(signal));
+  say(crash);
   say(" in case: ");
   say(tally.running);
   say("\n");
@@ -29,7 +28,9 @@ void name_case_and_die(int signal) {
 
 // Products by tables of sums wherever an ISA has them, whether or not they gain on this CPU; those
 // by multiplication are tested as kernels, and in products that are too small for tables.
-void use_tables() { setenv("BITNET_OPS_TABLES", "1", 0); }
+void use_tables() {
+  if (std::getenv("BITNET_OPS_TABLES") == nullptr) set_variable("BITNET_OPS_TABLES", "1");
+}
 
 // What runs, and whether it is what BITNET_TEST_EXPECT promises.
 bool announce() {
@@ -64,18 +65,12 @@ bool passes(const Test& test) {
 }
 
 bool all_pass(const std::vector<Test>& tests) {
-  for (const int signal : {SIGSEGV, SIGBUS, SIGILL, SIGFPE}) {
-    std::signal(signal, name_case_and_die);
-  }
+  on_crash(name_case_and_die);
   return std::ranges::count_if(tests, passes) == std::ssize(tests);
 }
 
 bool pass_in_a_process(const std::vector<Test>& tests) {
-  std::fflush(stdout);
-  const pid_t child = fork();
-  if (child == 0) std::exit(all_pass(tests) ? 0 : 1);
-  int status = -1;
-  return child > 0 && waitpid(child, &status, 0) == child && status == 0;
+  return succeeds_in_a_process(tests[0].suite + ".", "", [&] { return all_pass(tests); });
 }
 
 // The tests that a filter chooses, by suite.

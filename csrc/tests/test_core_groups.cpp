@@ -12,6 +12,7 @@
 
 #include "runtime/oversubscription.h"
 #include "tests/check.h"
+#include "tests/system.h"
 
 namespace bitnet::test {
 namespace {
@@ -95,9 +96,8 @@ struct System {
   std::filesystem::path root;
 
   System() {
-    std::string name = (std::filesystem::temp_directory_path() / "bitnet-groups-XXXXXX").string();
-    CHECK(mkdtemp(name.data()) != nullptr, "no directory");
-    root = name;
+    root = new_path(u8"bitnet-groups-");
+    CHECK(std::filesystem::create_directory(root), "no directory");
   }
   ~System() { std::filesystem::remove_all(root); }
 

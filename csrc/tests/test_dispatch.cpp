@@ -1,9 +1,6 @@
 // The kernel tables as a set, and their choice: no empty row, feature sets that hold, every
 // available ISA selectable, every other one rejected with the list, and the environment variable
 // read once.  What the kernels compute is for test_kernels_*.cpp.
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <set>
 #include <stdexcept>
@@ -13,6 +10,7 @@
 #include "kernels/features.h"
 #include "tests/check.h"
 #include "tests/random.h"
+#include "tests/system.h"
 #include "tests/tables.h"
 
 namespace bitnet::test {
@@ -43,24 +41,20 @@ void check_rejection(const std::string& message, const std::string& origin,
 TEST(environment_is_read_at_first_use) {
   for (const std::string value : {"scalar", "", "nonsense"}) {
     begin_case("BITNET_OPS_ISA='%s'", value.c_str());
-    std::fflush(nullptr);
-    const pid_t child = fork();
-    if (child == 0) {
-      setenv("BITNET_OPS_ISA", value.c_str(), 1);
+    const auto chooses = [&] {
+      set_variable("BITNET_OPS_ISA", value.c_str());
       const std::string message = error_of([] { kernels(); });
       if (value == "nonsense") {
         check_rejection(message, "BITNET_OPS_ISA", value);
       } else {
         const char* want = value.empty() ? available_tables().front()->name : value.c_str();
         CHECK(message.empty() && kernels().name == std::string(want), "%s", message.c_str());
-        setenv("BITNET_OPS_ISA", "nonsense", 1);
+        set_variable("BITNET_OPS_ISA", "nonsense");
         CHECK(error_of([] { kernels(); }).empty(), "read a second time");
       }
-      std::_Exit(tally.failures == 0 ? 0 : 1);
-    }
-    int status = -1;
-    CHECK(child > 0 && waitpid(child, &status, 0) == child, "fork");
-    CHECK(status == 0, "child: status %d", status);
+      return tally.failures == 0;
+    };
+    CHECK(succeeds_in_a_process("dispatch.environment_is_read", value, chooses), "see above");
   }
 }
 

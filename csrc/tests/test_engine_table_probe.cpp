@@ -14,6 +14,7 @@
 #include "runtime/tuning.h"
 #include "tests/check.h"
 #include "tests/random.h"
+#include "tests/system.h"
 #include "tests/tables.h"
 #include "tests/threads.h"
 
@@ -33,7 +34,7 @@ bool has_tables(const KernelTable& table) {
 // Of the suite's own process, before anything reads the tuning row.
 void use_measured() {
   use_plain_threads();
-  setenv("BITNET_OPS_TABLES", "measure", 1);
+  set_variable("BITNET_OPS_TABLES", "measure");
   CHECK(tuning().sum_tables == TableUse::kMeasured, "the row was read before");
 }
 

@@ -8,9 +8,11 @@
 #include <vector>
 
 #include "engine/program/plan.h"
+#include "format/xxh64.h"
 #include "runtime/page_count.h"
 #include "tests/check.h"
 #include "tests/plain_tensors.h"
+#include "tests/system.h"
 #include "tests/tables.h"
 #include "tests/threads.h"
 
@@ -276,7 +278,7 @@ void wide_products_on_many_threads(const KernelTable& table, int64_t tokens) {
 
 void begin_threads() {
   // more threads than CPUs gain nothing, and those that back off prove nothing
-  setenv("BITNET_OPS_BACK_OFF", "0", 1);
+  set_variable("BITNET_OPS_BACK_OFF", "0");
   use_plain_threads();
 }
 
@@ -473,6 +475,34 @@ TEST(zeros_are_left_out) {
          {"", " threshold=0.1", " top_k=0.05", " min_ratio=0.1 max_ratio=0.4"}) {
       zeros_are_left_out(*table, {}, drops);
       zeros_are_left_out(*table, kWide, drops);
+    }
+  }
+}
+
+uint64_t sum_of(const std::vector<float>& values) {
+  return format::xxh64({reinterpret_cast<const uint8_t*>(values.data()), values.size() * 4});
+}
+
+// The bits themselves: other compilers, systems and maths libraries must give the same.
+TEST(bits_are_those_of_every_build) {
+  begin_threads();
+  struct Sums {
+    uint64_t logits, keys, values;
+  };
+  constexpr Sums kPlain{0x7235a5fd71fe3c19, 0x20cb068947091421, 0x065b67454d85cdbf};
+  constexpr Sums kExtras{0x1ee832d4a7aaddc4, 0x0ac6b0ee934d83b6, 0x19fe07496ebcc86d};
+  for (const KernelTable* table : tables_under_test()) {
+    for (const bool extras : {false, true}) {
+      begin_case("%s, %s", table->name, extras ? "extras" : "plain");
+      StepState state;
+      Model model(*table, 12, 3, 16, extras);
+      const Sums sums{sum_of(model.step(state, next_id())), sum_of(model.keys),
+                      sum_of(model.values)};
+      const Sums& wanted = extras ? kExtras : kPlain;
+      for (const auto& [what, got, want] : {std::tuple{"logits", sums.logits, wanted.logits},
+                                            std::tuple{"keys", sums.keys, wanted.keys},
+                                            std::tuple{"values", sums.values, wanted.values}})
+        CHECK(got == want, "%s: 0x%016llx", what, static_cast<unsigned long long>(got));
     }
   }
 }

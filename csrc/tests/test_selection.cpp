@@ -114,7 +114,7 @@ void check_kept(const Row& row, const Cut& cut, int64_t kept, const char* what) 
 void check_sum(const Row& row, double target, bool bounded) {
   const auto units = static_cast<int64_t>(std::ceil(target * 0x1p40));
   const auto reached = std::lower_bound(row.sums.begin(), row.sums.end(), units);
-  const int64_t kept = std::min(reached - row.sums.begin() + 1, static_cast<long>(row.n()));
+  const int64_t kept = std::min<int64_t>(reached - row.sums.begin() + 1, row.n());
   double sum_kept = -1.0;
   const Cut cut = engine::cut_at_sum(row.values(bounded), target, row.memory, &sum_kept);
   check_kept(row, cut, kept, "cut_at_sum");

@@ -400,6 +400,7 @@ struct Busy {
   }
 };
 
+#if defined(__linux__)
 // Processor time of all threads, which other processes change little.
 double cpu_seconds_of(int64_t threads, const Busy& busy, StagedExecutor& executor) {
   const auto now = [] {
@@ -421,7 +422,6 @@ double cpu_seconds_of(int64_t threads, const Busy& busy, StagedExecutor& executo
 // would take its time away, up to 50 us a stage. The best of some runs, for other processes may
 // disturb.
 TEST(two_threads_on_one_cpu) {
-#if defined(__linux__)
   begin_case("two threads on one CPU");
   cpu_set_t before, one;
   CHECK(sched_getaffinity(0, sizeof before, &before) == 0, "no affinity mask");
@@ -438,8 +438,10 @@ TEST(two_threads_on_one_cpu) {
   sched_setaffinity(0, sizeof before, &before);
   std::printf("one CPU: one thread %.2f ms, two %.2f ms\n", alone * 1e3, both * 1e3);
   CHECK(both < 2 * alone, "one thread %.3f ms, two on its CPU %.3f ms", alone * 1e3, both * 1e3);
-#endif
 }
+#else
+TEST(two_threads_on_one_cpu) { not_here("nothing is known of a thread's CPU"); }
+#endif
 
 // A caller backs off after a trial without a gain, each time longer, until there is a gain.
 TEST(backs_off_while_others_gain_nothing) {
