@@ -8,6 +8,7 @@ Python; needs the package with its extra `server`, and nothing of the tree besid
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import platform
@@ -24,17 +25,18 @@ from pathlib import Path
 # What bitnet-ops writes with its settings as they come: the same on every machine.
 PROMPT, LENGTH = "In the beginning", 16
 TEXT = "In the beginning of the world.\nFor the world is the light of the world, and"
-PATIENCE_S = 900  # an emulator is slow
-
-
-def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "bitnet_ops", *map(str, arguments)]
+PATIENCE_S = 1800  # an emulator is slow
 
 
 def output(*arguments: str | Path) -> str:
-    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    """What bitnet-ops writes; in this process, as importing torch takes an emulator a minute."""
+    from bitnet_ops.cli import main
+
+    written, complaint = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(written), contextlib.redirect_stderr(complaint):
+        status = main([str(word) for word in arguments])
+    assert status == 0, complaint.getvalue()
+    return written.getvalue()
 
 
 def generated(*model: str | Path) -> str:
@@ -110,7 +112,8 @@ def asked(address: str, body: object = None) -> tuple[int, dict]:
 def served(model: Path) -> Iterator[str]:
     """The address of a server that has loaded `model`; afterwards it ends cleanly."""
     with tempfile.TemporaryFile("w+") as said:
-        server = subprocess.Popen(command("serve", model, "--port", "0"), stderr=said)
+        command = [sys.executable, "-m", "bitnet_ops", "serve", model, "--port", "0"]
+        server = subprocess.Popen(command, stderr=said)
         try:
             until = time.monotonic() + PATIENCE_S
             while time.monotonic() < until and server.poll() is None:
