@@ -1,6 +1,7 @@
-// What a build on a newer system would ask of glibc and libstdc++ beyond manylinux_2_28 (glibc 2.28,
-// GLIBCXX_3.4.25), for the wheels (scripts/build_wheels) and the kernel that stands alone
-// (scripts/build_hf_kernel). CMakeLists.txt links each of their libraries with this file, and with
+// What a build on a newer system would ask of glibc and libstdc++ beyond manylinux_2_28
+// (glibc 2.28, GLIBCXX_3.4.25), for the wheels (scripts/build_wheels) and the kernel that stands
+// alone (scripts/build_hf_kernel). CMakeLists.txt links each of their libraries with this file, and
+// with
 // --wrap for the functions that got a newer version under their old name. Written against Debian
 // 12; scripts/prove_wheel and tests/hf_kernel_proof/prove.py see what else another system asks for.
 #include <pthread.h>

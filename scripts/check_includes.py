@@ -47,6 +47,7 @@ RULES = [
         r"kernels/(dispatch|features|kernel_table|pair_unit|tile_check)\.h",
         NO_TORCH,
     ),
+    ("manylinux_2_28", "", NEITHER),
     ("hf_kernel", r"runtime/.*|format/layout\.h|kernels/(dispatch|kernel_table)\.h", NEITHER),
     (
         "ops",
