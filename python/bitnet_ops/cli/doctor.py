@@ -98,6 +98,7 @@ def collect() -> Facts:
 
     build, isa, features = _runtime.build_info(), _isa(), _runtime.cpu_features()
     tuning, tuning_error = _or_error(_runtime.tuning)
+    lanes, _ = _or_error(_runtime.tile_lanes)  # what is wrong with the ISA is said by `_isa`
     named, named_error = _or_error(named_format)
     placement, placement_error = _or_error(_runtime.memory_placement)
     facts: Facts = {
@@ -123,7 +124,7 @@ def collect() -> Facts:
         },
         "isa": isa,
         "amx": _amx(features, isa["BITNET_OPS_ISA"]),
-        "tuning": {"tile_lanes": _runtime.tile_lanes(), **(tuning or {}), "error": tuning_error},
+        "tuning": {"tile_lanes": lanes, **(tuning or {}), "error": tuning_error},
         "threads": {
             "torch": torch.get_num_threads(),
             "torch_alone": machine.torch_threads,
