@@ -14,7 +14,6 @@ import importlib
 import importlib.util
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -103,7 +102,8 @@ def _check_this_python() -> None:
     """Raise ImportError where no `_runtime` was compiled for this Python: a wheel has several."""
     if importlib.util.find_spec("bitnet_ops._runtime") is not None:
         return
-    found = sorted(path.name for path in Path(__file__).parent.glob("_runtime.*.so"))
+    files = os.listdir(os.path.dirname(__file__))
+    found = sorted(name for name in files if name.startswith("_runtime.") and name.endswith(".so"))
     raise ImportError(
         f"bitnet_ops: expected its module _runtime for Python {sys.version.split()[0]} "
         f"({sys.implementation.cache_tag}), found {', '.join(found) or 'none'}; use a Python that "
