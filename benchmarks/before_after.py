@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from benchmarks.process import Process, answer, by_turns
+from benchmarks.process import Floor, Process, answer, by_turns
 from bitnet_ops import machine
 
 _REST_S = 0.05  # for threads of the other process that still spin
@@ -72,11 +72,12 @@ def _run(model: Any, what: str, size: int) -> Any:
     return model.decode_run(batch, context, _STEPS)
 
 
-def _row(what: str, kv: str, size: int, turns: Iterator[tuple[float, float]]) -> str:
+def _row(what: str, kv: str, size: int, turns: Iterator[tuple[float, float]], floor: Floor) -> str:
     before, after = zip(*turns, strict=True)
     ratios = [b / a for a, b in zip(before, after, strict=True)]
     names = {"prompt": "prompt of {:,}", "decode": "decode behind {:,}", "batch": "{:,} sequences"}
     name = names[what].format(size)
+    floor.see(f"{name}, {kv}", ratios)
     return (
         f"{name:22}{kv:10}{statistics.median(before):9.1f} ->{statistics.median(after):9.1f}"
         f"{statistics.median(ratios):9.2f}  ({min(ratios):.2f}-{max(ratios):.2f})"
@@ -105,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batches", type=int, nargs="*", default=[], help="sequences together")
     parser.add_argument("--format", default="auto+int8", help="WEIGHTS+HEAD")
     parser.add_argument("--kv-dtype", nargs="+", default=["bfloat16", "int8"])
+    parser.add_argument("--floor", type=float, metavar="RATIO", help="fail where it is slower")
     parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
     return parser
 
@@ -115,6 +117,7 @@ def main() -> None:
         dummy, threads, formats = options.work
         _work(dummy, int(threads), formats)
         return
+    floor = Floor(options.floor)
     with ExitStack() as stack:
         before, after = (
             stack.enter_context(_started(python, options))
@@ -134,7 +137,8 @@ def main() -> None:
             for what, sizes in wanted.items():
                 for size in sizes:
                     turns = _turns(before, after, what, kv, size, options.turns)
-                    print(_row(what, kv, size, turns), flush=True)
+                    print(_row(what, kv, size, turns, floor), flush=True)
+    floor.leave()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,28 @@ def by_turns(
             yield rate(before), second
         else:
             yield rate(before), rate(after)
+
+
+class Floor:
+    """A ratio of speeds, newer / older, below which a measurement is called slower.
+
+    A measurement is slower when three quarters of its turns are: fewer may be the host's other
+    guests.
+    """
+
+    def __init__(self, ratio: float | None) -> None:
+        self._ratio = ratio
+        self._slower: list[str] = []
+
+    def see(self, name: str, ratios: Sequence[float]) -> None:
+        """The ratios of all turns of a measurement."""
+        if self._ratio is not None and statistics.quantiles(ratios, n=4)[2] < self._ratio:
+            self._slower.append(f"{name} {statistics.median(ratios):.2f}")
+
+    def leave(self) -> None:
+        """Ends the program with status 1 if a measurement was slower."""
+        if self._slower:
+            sys.exit(f"expected a ratio of at least {self._ratio}, got: {'; '.join(self._slower)}")
 
 
 def answer(**values: object) -> None:

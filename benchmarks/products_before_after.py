@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-from benchmarks.process import Process, answer, by_turns
+from benchmarks.process import Floor, Process, answer, by_turns
 from bitnet_ops import machine
 
 _REST_S = 0.01  # for threads of the other process that still spin
@@ -178,11 +178,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", "-t", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--turns", type=int, default=9, help="at least 2")
     parser.add_argument("--format", choices=sorted(_BITS), default="2bit")
+    parser.add_argument("--floor", type=float, metavar="RATIO", help="fail where it is slower")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
-def _rows(versions: tuple[Process, Process], options: argparse.Namespace, threads: int) -> None:
+def _rows(
+    versions: tuple[Process, Process], options: argparse.Namespace, threads: int, floor: Floor
+) -> None:
     for version in versions:
         version.ask("threads", threads)
     found = versions[1].ask("limits", threads)
@@ -193,11 +196,12 @@ def _rows(versions: tuple[Process, Process], options: argparse.Namespace, thread
     print("| N x K |", " | ".join(f"M = {m}" for m in options.tokens), "|")
     print("|---" * (len(options.tokens) + 1) + "|")
     for n, k in map(_shape, options.shapes):
-        cells = (
-            _cell(versions, (n, k, m), options.turns).shown(limits.of(m, _BITS[options.format]))
-            for m in options.tokens
-        )
-        print(f"| {n} x {k} |", " | ".join(cells), "|", flush=True)
+        shown = []
+        for m in options.tokens:
+            cell = _cell(versions, (n, k, m), options.turns)
+            floor.see(f"{m} x {n} x {k}, {threads} threads", cell.ratios())
+            shown.append(cell.shown(limits.of(m, _BITS[options.format])))
+        print(f"| {n} x {k} |", " | ".join(shown), "|", flush=True)
 
 
 def main() -> None:
@@ -205,6 +209,7 @@ def main() -> None:
     if options.work:
         _work(options.before)
         return
+    floor = Floor(options.floor)
     with ExitStack() as stack:
         before, after = (
             stack.enter_context(_started(python, options.format))
@@ -215,7 +220,8 @@ def main() -> None:
             print(f"{name}: {version.about}")
         print("GMAC/s before (share of the limit), after (share), ratio; ? disturbed")
         for threads in options.threads:
-            _rows((before, after), options, threads)
+            _rows((before, after), options, threads, floor)
+    floor.leave()
 
 
 if __name__ == "__main__":

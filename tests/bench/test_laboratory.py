@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.process import Floor
 from bitnet_ops.config.attention import read_policies
 from bitnet_ops.config.sparsity import read_sparsity
 
@@ -75,6 +76,16 @@ def test_every_entry_point_runs(words: str, shown: str, tmp_path: Path) -> None:
         reports = sorted(tmp_path.glob("*.json"))
         assert [path.stem for path in reports] == ["goals", "model", "ops", "small-model"]
         assert len(list(tmp_path.glob("*.png"))) in (0, 6)
+
+
+def test_the_gate_for_speed_sees_what_most_turns_say() -> None:
+    """One turn that others disturbed is no loss; three quarters below the ratio are."""
+    floor = Floor(0.95)
+    floor.see("disturbed", [1.0, 0.99, 0.5, 1.01])
+    floor.leave()
+    floor.see("slower", [0.9, 0.91, 0.94, 0.93])
+    with pytest.raises(SystemExit, match=r"at least 0.95, got: slower 0.92"):
+        floor.leave()
 
 
 def test_curves_of_quality_are_of_policies_that_there_are() -> None:
