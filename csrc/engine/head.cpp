@@ -95,10 +95,27 @@ bool quantize_tile(const KernelTable& table, const Rows& w, int64_t tile, int64_
   return finite;
 }
 
-// The value of an as_best number.
-float value_of_best(uint64_t best) {
-  const auto sorts = static_cast<uint32_t>(best >> 32);
+// A value and its row as a number that sorts like the value, and of equals the lower row higher;
+// 0 sorts below all. No NaN. A larger float is a larger number, if the bits of negative ones are
+// inverted; -0 counts as 0.
+uint64_t sortable(float value, int64_t row) {
+  const auto bits = std::bit_cast<uint32_t>(value + 0.0f);
+  const uint64_t sorts = bits >> 31 != 0 ? ~bits : bits | uint32_t{1} << 31;
+  return sorts << 32 | static_cast<uint32_t>(~row);
+}
+float value_of(uint64_t number) {
+  const auto sorts = static_cast<uint32_t>(number >> 32);
   return std::bit_cast<float>(sorts >> 31 != 0 ? sorts & ~(uint32_t{1} << 31) : ~sorts);
+}
+int64_t row_of(uint64_t number) { return static_cast<uint32_t>(~number); }
+
+// Raises `best` to at least `found`; returns the lower one of both.
+uint64_t raise_to(uint64_t found, std::atomic<uint64_t>& best) {
+  uint64_t before = best.load(std::memory_order_relaxed);
+  while (before < found) {
+    if (best.compare_exchange_weak(before, found)) return before;
+  }
+  return found;
 }
 
 }  // namespace
@@ -193,25 +210,9 @@ void measure_bytes(const HeadView& head, int64_t m, const HeadInput& input) {
   token.low_length = 1.000001f * std::sqrt(static_cast<float>(squares));  // rounded up
 }
 
-bool has_upper_bounds(const KernelTable& table, const HeadView& head, int64_t tokens) {
+bool has_bounds(const KernelTable& table, const HeadView& head, int64_t tokens) {
   return head.format == HeadFormat::kInt8 && head.rows <= UINT32_MAX &&
-         tokens >= table.head_upper_tokens;
-}
-
-// A larger float is a larger number, if the bits of negative ones are turned over; -0 counts as 0.
-uint64_t as_best(float value, int64_t row) {
-  const auto bits = std::bit_cast<uint32_t>(value + 0.0f);
-  const uint64_t sorts = bits >> 31 != 0 ? ~bits : bits | uint32_t{1} << 31;
-  return sorts << 32 | static_cast<uint32_t>(~row);
-}
-int64_t row_of_best(uint64_t best) { return static_cast<uint32_t>(~best); }
-
-uint64_t raise_best(uint64_t found, std::atomic<uint64_t>& best) {
-  uint64_t before = best.load(std::memory_order_relaxed);
-  while (before < found) {
-    if (best.compare_exchange_weak(before, found)) return before;
-  }
-  return found;
+         tokens >= table.head_bound_tokens;
 }
 
 int64_t largest_rows(const KernelTable& table, const HeadView& head, int64_t row_begin,
@@ -219,7 +220,7 @@ int64_t largest_rows(const KernelTable& table, const HeadView& head, int64_t row
                      const Largest& largest, float* out, int64_t out_stride) {
   constexpr float kNone = -std::numeric_limits<float>::infinity();
   const int64_t rows = row_end - row_begin;
-  table.head_upper(static_cast<const int8_t*>(head.weight), static_cast<const float*>(head.scale),
+  table.head_bound(static_cast<const int8_t*>(head.weight), static_cast<const float*>(head.scale),
                    head.k, row_begin, row_end, input.tokens, tokens, out, out_stride);
   int64_t count = 0;
   for (int64_t m = 0; m < tokens; ++m) {
@@ -231,7 +232,7 @@ int64_t largest_rows(const KernelTable& table, const HeadView& head, int64_t row
                                             static_cast<size_t>(largest.count));
     const auto best_so_far = [&] {
       const uint64_t best = largest.best[m].load(std::memory_order_relaxed);
-      return best == 0 ? kNone : value_of_best(best);
+      return best == 0 ? kNone : value_of(best);
     };
     float least = best_only ? best_so_far() : heap.front();
     // v with its noise: a bound stays one, for the sum grows with it
@@ -257,56 +258,14 @@ int64_t largest_rows(const KernelTable& table, const HeadView& head, int64_t row
       if (best_only) {
         float value = logit;
         if (noisy) add_noise(&logit, 1, row_begin + n, &value);
-        const uint64_t lower = raise_best(as_best(value, row_begin + n), largest.best[m]);
-        if (lower != 0) bounds[row_of_best(lower) - row_begin] = kNone;
+        const uint64_t lower = raise_to(sortable(value, row_begin + n), largest.best[m]);
+        if (lower != 0) bounds[row_of(lower) - row_begin] = kNone;
         least = best_so_far();
       } else if (logit > least) {
         std::pop_heap(heap.begin(), heap.end(), std::greater<>());
         heap.back() = logit;
         std::push_heap(heap.begin(), heap.end(), std::greater<>());
         least = heap.front();
-      }
-    }
-  }
-  return count;
-}
-
-ScreenBound bound_of(const HeadToken& token, int64_t k) {
-  // A row's weights are off the middles of their codes by 1/2, or 3/2 where they are far. The sum
-  // of any `far` magnitudes is at most far * t + the sum of all that is above t, whatever t is; it
-  // is least at the median where every second weight is far, and 3/4 of the mean is near that.
-  int64_t sum = 0, above = 0;
-  for (int64_t i = 0; i < k; ++i) sum += std::abs(int{token.wide[i]});
-  const int64_t t = 3 * sum / (4 * k);
-  for (int64_t i = 0; i < k; ++i) above += std::max<int64_t>(std::abs(int{token.wide[i]}) - t, 0);
-  return {sum + 2 * above, 2 * t};
-}
-
-void screen_rows(const KernelTable& table, const HeadView& head, int64_t row_begin, int64_t row_end,
-                 const HeadToken& token, const ScreenBound& bound, float* out) {
-  table.head_screen(head.screen, reinterpret_cast<const int32_t*>(head.screen_row(head.rows)),
-                    static_cast<const float*>(head.scale), head.k, row_begin, row_end, token, bound,
-                    head.ahead, out);
-}
-
-int64_t reaching_rows(const KernelTable& table, const HeadView& head, int64_t row_begin,
-                      int64_t row_end, const HeadInput& input, float least, float* out) {
-  constexpr int64_t kChunk = 64;  // most have no such row
-  int64_t count = 0;
-  for (int64_t begin = row_begin; begin < row_end; begin += kChunk) {
-    const int64_t last = std::min(begin + kChunk, row_end);
-    float* const bounds = out + begin - row_begin;
-    if (table.max_row(bounds, last - begin) < least) {
-      std::fill_n(bounds, last - begin, -std::numeric_limits<float>::infinity());
-      continue;
-    }
-    for (int64_t n = begin; n < last; ++n) {
-      float& logit = bounds[n - begin];
-      if (logit < least) {
-        logit = -std::numeric_limits<float>::infinity();
-      } else {  // or a NaN
-        head_rows(table, head, n, n + 1, input, 1, &logit, 0);
-        ++count;
       }
     }
   }

@@ -26,7 +26,6 @@ struct HeadView {
   // Of kTernary: a matrix with group scales. Its tokens are 16-bit integers with group scales.
   Weight ternary = {};
   GroupScales ternary_scales = {};
-  const uint8_t* screen = nullptr;  // of kInt8, where it has one
 
   // The smallest number of rows that a thread may take.
   int64_t unit_rows() const {
@@ -35,9 +34,6 @@ struct HeadView {
   }
   int64_t groups() const { return group == 0 ? 0 : (k + group - 1) / group; }
   int64_t row_bytes() const;  // read for one row
-  const uint8_t* screen_row(int64_t row) const {
-    return screen + row * layout::screen_row_bytes(k);
-  }
 };
 
 // Distance and cache level of a head's prefetches on this CPU.
@@ -65,44 +61,27 @@ void prepare_head_token(const KernelTable& table, const HeadView& head, const fl
 void head_rows(const KernelTable& table, const HeadView& head, int64_t row_begin, int64_t row_end,
                const HeadInput& input, int64_t tokens, float* out, int64_t out_stride);
 
-// What head_upper needs of token m besides.
+// What head_bound needs of token m besides.
 void measure_bytes(const HeadView& head, int64_t m, const HeadInput& input);
-// Whether bounds by upper bytes of so many tokens' logits are worth making.
-bool has_upper_bounds(const KernelTable& table, const HeadView& head, int64_t tokens);
-
-// A value and its row as a number that sorts like the value, and of equals the lower row higher;
-// 0 sorts below all. No NaN.
-uint64_t as_best(float value, int64_t row);
-int64_t row_of_best(uint64_t best);
-// Raises `best` to at least `found`; returns the lower one of both.
-uint64_t raise_best(uint64_t found, std::atomic<uint64_t>& best);
+// Whether bounds by high bytes of so many tokens' logits are worth making.
+bool has_bounds(const KernelTable& table, const HeadView& head, int64_t tokens);
 
 // The largest logits of every token so far: only the best, of all threads, or `count` of them, of
 // one thread. Of a token with noise the one that is best with it.
 struct Largest {
   int64_t count;
   const Noise* noise;           // [tokens]; null: none
-  std::atomic<uint64_t>* best;  // [tokens], if count is 1 or with noise
+  std::atomic<uint64_t>* best;  // [tokens], if count is 1 or with noise; 0 at first
   float* heaps;                 // [tokens][count], else: the least in front
 };
 
 // Of rows [row_begin, row_end) of every token: those that can be among its largest logits are
 // computed. out as of head_rows: such a logit, or the best alone, a NaN where a logit is one, and
-// else -infinity; the best of other rows before gives way to a better one. Returns how many logits
-// were computed.
+// else -infinity. A row that was best so far is overwritten once a better one is found. Returns how
+// many logits were computed.
 int64_t largest_rows(const KernelTable& table, const HeadView& head, int64_t row_begin,
                      int64_t row_end, const HeadInput& input, int64_t tokens,
                      const Largest& largest, float* out, int64_t out_stride);
-
-// What bounds the logits of one token's rows by the head's screen.
-ScreenBound bound_of(const HeadToken& token, int64_t k);
-// out[n - row_begin] is at least the logit of row n, or a NaN if that may be one.
-void screen_rows(const KernelTable& table, const HeadView& head, int64_t row_begin, int64_t row_end,
-                 const HeadToken& token, const ScreenBound& bound, float* out);
-// Of rows [row_begin, row_end), whose bounds stand in out: those that reach `least` get their
-// logits, the others -infinity. Returns how many the former are.
-int64_t reaching_rows(const KernelTable& table, const HeadView& head, int64_t row_begin,
-                      int64_t row_end, const HeadInput& input, float least, float* out);
 
 // Logits [x.count, head.rows] of all tokens.
 void lm_head(const HeadView& head, const Rows& x, float* logits);

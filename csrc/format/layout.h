@@ -30,26 +30,16 @@ constexpr int shift_of(int64_t w) { return static_cast<int>(6 - 2 * (w / kFieldW
 // group / 8 lines of 64 bytes.  Line s: bytes 4 r .. 4 r + 3 belong to row r of the tile; byte 4 r
 // + j holds the code of feature 8 s + j in its low half and of 8 s + 4 + j in its high half.  Code
 // = weight + 8; padding, rows and features, has code 8.  Scales: bfloat16 [tiles, groups, 16].
-// Screen, a second copy of an int8 head for steps that need only its best token: of a weight w the
-// code floor(w / 4) + 32, in blocks of 256 features of a row. Byte i of line j < 3 of a block has
-// the code of feature 64 j + i in its lower six bits; the upper two bits of the three, from the low
-// ones up, are that of feature 192 + i. Padding has code 32. Behind the rows, int32 [V]: how many
-// weights of a row are far from the middle of their code, with a remainder w - 4 floor(w / 4) of 0
-// or 3 (the middle is 1.5). Tensor: int32 [V * (bytes of a row / 4 + 1)].
 inline constexpr int64_t kHeadTileRows = 16;
 inline constexpr int64_t kHeadStepFeatures = 8;
 inline constexpr int64_t kHeadStepBytes = 64;
 // Features of a quantised head: 255 * 128 * kHeadMaxK < 2^31 keeps every partial sum in int32.
 inline constexpr int64_t kHeadMaxK = 65536;
-inline constexpr int64_t kScreenFeatures = 256, kScreenBytes = 192;  // of a block
-// A token's buffers are padded with zeros to a multiple of this (the largest group or block).
-inline constexpr int64_t kHeadPadding = kScreenFeatures;
+// A token's buffers are padded with zeros to a multiple of this (the larger group).
+inline constexpr int64_t kHeadPadding = 128;
 
 constexpr int64_t head_padded_k(int64_t k) {
   return (k + kHeadPadding - 1) / kHeadPadding * kHeadPadding;
-}
-constexpr int64_t screen_row_bytes(int64_t k) {
-  return head_padded_k(k) / kScreenFeatures * kScreenBytes;
 }
 constexpr int64_t head_tiles(int64_t rows) { return (rows + kHeadTileRows - 1) / kHeadTileRows; }
 

@@ -52,8 +52,7 @@ namespace {
 #include "kernels/head/dense.inl"
 #include "kernels/head/matrix.inl"
 #include "kernels/head/int8.inl"
-#include "kernels/head/screen.inl"
-#include "kernels/head/upper.inl"
+#include "kernels/head/high_bytes.inl"
 #include "kernels/head/int4.inl"
 #include "kernels/probes.inl"
 // clang-format on

@@ -47,15 +47,9 @@ struct HeadToken {
   const int32_t* sums;  // of wide, per 64 features
   int64_t sum;          // of all of them
   float scale;
-  // For head_upper: the sum of `high`; the square root of the sum of squares of `low`, rounded up.
+  // For head_bound: the sum of `high`; the square root of the sum of squares of `low`, rounded up.
   int32_t high_sum = 0;
   float low_length = 0;
-};
-
-// Bounds what the screen of an int8 head leaves out of a row's product with a token: twice that is
-// at most all + far * (how many weights of the row are far from the middle of their code).
-struct ScreenBound {
-  int64_t all, far;
 };
 
 // A product of the tiles of a CPU-specific layout (format/layout.h) with int8 tokens.
@@ -462,18 +456,13 @@ struct KernelTable {
   void (*head_int8)(const int8_t* weight, const float* scale, int64_t k, int64_t row_begin,
                     int64_t row_end, const HeadToken* x, int64_t tokens, Prefetch ahead, float* out,
                     int64_t out_stride);
-  // out[n - row_begin] is at least what head_int8 gives for the same token, x.sum and x.scale
-  // included, and a NaN where that may be one; layout "screen" of format/layout.h. All of x up to
-  // head_padded_k(k) is read.
-  void (*head_screen)(const uint8_t* screen, const int32_t* far, const float* scale, int64_t k,
-                      int64_t row_begin, int64_t row_end, const HeadToken& x, ScreenBound bound,
-                      Prefetch ahead, float* out);
-  // The same of several tokens, by their upper bytes, the lower ones' length, and the rows'. From
-  // `head_upper_tokens` tokens on it takes about half as long as head_int8.
-  void (*head_upper)(const int8_t* weight, const float* scale, int64_t k, int64_t row_begin,
+  // A bound of the same by the high bytes of several tokens, the lower ones' length, and the
+  // rows': out is at least what head_int8 gives, and a NaN where that may be one. From
+  // `head_bound_tokens` tokens on it takes about half as long as head_int8.
+  void (*head_bound)(const int8_t* weight, const float* scale, int64_t k, int64_t row_begin,
                      int64_t row_end, const HeadToken* x, int64_t tokens, float* out,
                      int64_t out_stride);
-  int64_t head_upper_tokens;
+  int64_t head_bound_tokens;
   // int4: layout "head int4" of format/layout.h; acc = fma(float(sum of a group), its scale, acc),
   // groups ascending, from 0; then acc * x.scale.  row_begin: a multiple of 16.
   void (*head_int4)(const uint8_t* weight, const uint16_t* scale, int64_t groups, int64_t group,
@@ -537,11 +526,10 @@ struct KernelTable {
   .finish_attention = finish_attention, .conv_silu_row = conv_silu_row,                           \
   .delta_gates_row = delta_gates_row, .delta_rule = delta_rule, .delta_replay = delta_replay,     \
   .head_dense = head_dense, .score_rows = score_rows, .dense_tiles = dense_tiles,                 \
-  .head_int8 = head_int8, .head_screen = head_screen, .head_upper = head_upper,                   \
-  .head_upper_tokens = kUpperFrom, .head_int4 = head_int4,                                        \
-  .head_quantize_token = head_quantize_token, .head_quantize_int8 = head_quantize_int8,           \
-  .head_quantize_int4 = head_quantize_int4, .max_row = max_row, .exp_row = exp_row,               \
-  .split_row = split_row, .find_row = find_row, .add_noise_row = add_noise_row,                   \
-  .probe_read = probe_read, .probe_int8_peak = probe_int8_peak
+  .head_int8 = head_int8, .head_bound = head_bound, .head_bound_tokens = kHeadBoundFrom,          \
+  .head_int4 = head_int4, .head_quantize_token = head_quantize_token,                             \
+  .head_quantize_int8 = head_quantize_int8, .head_quantize_int4 = head_quantize_int4,             \
+  .max_row = max_row, .exp_row = exp_row, .split_row = split_row, .find_row = find_row,           \
+  .add_noise_row = add_noise_row, .probe_read = probe_read, .probe_int8_peak = probe_int8_peak
 
 }  // namespace bitnet

@@ -99,18 +99,7 @@ class NamedTensors final : public engine::TensorSource {
     std::optional<Tensor> scale;
     if (has(prefix + "scale")) scale = Tensor::borrow(get(prefix + "scale"));
     check_vocab(prefix, weight, scale, rows);
-    engine::HeadView view =
-        head_view(Check("bind_program", prefix.c_str()), weight, scale, k, rows);
-    if (const std::string screen = prefix + "screen"; has(screen)) {
-      if (view.format != engine::HeadFormat::kInt8)
-        check_.fail(screen, "left out for a head that is not int8", "a tensor");
-      const Tensor& t = get(screen);
-      check_.dtype(t, screen.c_str(), ScalarType::Int);
-      check_.shape(t, screen.c_str(), {view.rows * (layout::screen_row_bytes(k) / 4 + 1)});
-      check_.contiguous(t, screen.c_str());
-      view.screen = reinterpret_cast<const uint8_t*>(data<int32_t>(t));
-    }
-    return view;
+    return head_view(Check("bind_program", prefix.c_str()), weight, scale, k, rows);
   }
 
   LoraWeight factors(const std::string& a_name, const std::string& b_name, int64_t rows,

@@ -97,52 +97,10 @@ class HeadTest {
     CHECK(arenas_[2]->intact(), "wrote outside of out");
   }
 
-  // Bounds are equal on every table, hold for the logits, and are not far above them.
-  void screen(const KernelTable& table, const std::vector<int8_t>& codes, const Tokens& tokens,
-              int64_t row_begin, int64_t row_end) {
-    begin_case("%s head_screen K=%lld rows %lld..%lld", table.name,
-               static_cast<long long>(tokens.k), static_cast<long long>(row_begin),
-               static_cast<long long>(row_end));
-    const HeadToken x = guarded_tokens(tokens, 1)[0];
-    const auto [bytes, far] = pack_screen(codes, tokens.k, row_end);
-    std::vector<float> scales;
-    for (int64_t n = 0; n < row_end; ++n)
-      scales.push_back(n == planted_row ? planted : n % 3 == 0 ? -0.5f : 0.5f);
-    const auto size = static_cast<int64_t>(bytes.size());
-    const uint8_t* w = arenas_[0]->place_copy(bytes.data(), size, where());
-    const float* s = arenas_[1]->place_copy(scales.data(), row_end, where());
-    const ScreenBound bound = engine::bound_of(x, tokens.k);
-    for (const bool into_l2 : {false, true}) {
-      float* out = result(row_end - row_begin, 1);
-      table.head_screen(w, far.data(), s, tokens.k, row_begin, row_end, x, bound,
-                        {512, 1024, into_l2}, out);
-      for (int64_t n = row_begin; n < row_end; ++n) {
-        // the rest of a weight as halves: -3, -1, 1 or 3
-        int64_t twice = 0, rest = 0, magnitudes = 0;
-        for (int64_t i = 0; i < tokens.k; ++i) {
-          const int64_t d = 2 * (codes[at(n * tokens.k + i)] & 3) - 3, v = tokens.wide[at(i)];
-          twice += 2 * codes[at(n * tokens.k + i)] * v;
-          rest += d * v;
-          magnitudes += std::abs(d * v);
-        }
-        const int64_t most = bound.all + bound.far * far[at(n)];
-        CHECK(magnitudes <= most, "row %d: a bound of %g below %g", static_cast<int>(n),
-              static_cast<double>(most), static_cast<double>(magnitudes));
-        const float factor = scales[at(n)] * x.scale, got = out[n - row_begin];
-        const int64_t up = twice - rest + most, down = twice - rest - most;
-        const int64_t sum = factor < 0 ? -(-down >> 1) : up >> 1;
-        check(out, 0, n - row_begin, static_cast<float>(sum) * factor);
-        CHECK(!(got < static_cast<float>(twice / 2) * factor), "row %d: below its logit",
-              static_cast<int>(n));
-      }
-    }
-    CHECK(arenas_[2]->intact(), "wrote outside of out");
-  }
-
-  // Bounds hold for the logits, and are above what upper bytes give by no more than lengths allow.
-  void upper(const KernelTable& table, const std::vector<int8_t>& codes, const Tokens& tokens,
+  // Bounds hold for the logits, and are above what high bytes give by no more than lengths allow.
+  void bound(const KernelTable& table, const std::vector<int8_t>& codes, const Tokens& tokens,
              int64_t row_begin, int64_t row_end, int64_t count) {
-    begin_case("%s head_upper K=%lld rows %lld..%lld tokens=%lld", table.name,
+    begin_case("%s head_bound K=%lld rows %lld..%lld tokens=%lld", table.name,
                static_cast<long long>(tokens.k), static_cast<long long>(row_begin),
                static_cast<long long>(row_end), static_cast<long long>(count));
     std::vector<HeadToken> x = guarded_tokens(tokens, count);
@@ -160,7 +118,7 @@ class HeadTest {
     const int8_t* w = arenas_[0]->place_copy(codes.data(), row_end * tokens.k, where());
     const float* s = arenas_[1]->place_copy(scales.data(), row_end, where());
     float* out = result(row_end - row_begin, count);
-    table.head_upper(w, s, tokens.k, row_begin, row_end, x.data(), count, out, stride_);
+    table.head_bound(w, s, tokens.k, row_begin, row_end, x.data(), count, out, stride_);
     for (int64_t t = 0; t < count; ++t) {
       for (int64_t n = row_begin; n < row_end; ++n) {
         double sum = 0, high = 0, squares = 0;
@@ -237,26 +195,6 @@ class HeadTest {
     return sum;
   }
 
-  // Layout "screen", and how many weights of each row are far.
-  static std::pair<std::vector<uint8_t>, std::vector<int32_t>> pack_screen(
-      const std::vector<int8_t>& codes, int64_t k, int64_t rows) {
-    const int64_t row_bytes = layout::screen_row_bytes(k);
-    std::vector<uint8_t> bytes(at(rows * row_bytes));
-    std::vector<int32_t> far(at(rows));
-    for (int64_t n = 0; n < rows; ++n) {
-      for (int64_t i = 0; i < layout::head_padded_k(k); ++i) {
-        const int w = i < k ? codes[at(n * k + i)] : 0, code = (w >> 2) + 32;
-        uint8_t* line = &bytes[at(n * row_bytes + i / 256 * 192 + i % 64)];
-        if (i < k && ((w & 3) == 0 || (w & 3) == 3)) ++far[at(n)];
-        const int64_t field = i % 256 / 64;
-        for (int j = 0; field == 3 && j < 3; ++j)
-          line[64 * j] = static_cast<uint8_t>(line[64 * j] | (code >> (2 * j) & 3) << 6);
-        if (field < 3) line[64 * field] = static_cast<uint8_t>(line[64 * field] | code);
-      }
-    }
-    return {bytes, far};
-  }
-
   // Line s of a tile: byte 4 r + j is code(8 s + j) + 16 * code(8 s + 4 + j) of row r; padding 8.
   static std::vector<uint8_t> pack(const std::vector<int8_t>& codes, int64_t k, int64_t rows,
                                    int64_t padded_k) {
@@ -321,9 +259,8 @@ void all_counts(HeadTest& test, const KernelTable& table) {
       for (const int64_t count : {1, 2, 3, 4, 5, 9, 17}) {
         test.int8(table, bytes, tokens, 0, rows, count);
         test.int4(table, halves, tokens, rows % 2 == 0 ? 64 : 128, 0, rows, count);
-        test.upper(table, bytes, tokens, rows / 3, rows, count);
+        test.bound(table, bytes, tokens, rows / 3, rows, count);
       }
-      test.screen(table, bytes, tokens, rows / 2, rows);
     }
     for (const int64_t begin : {1, 30, 69}) test.int8(table, bytes, tokens, begin, kMaxRows, 5);
     for (const int64_t begin : {16, 64}) test.int4(table, halves, tokens, 64, begin, kMaxRows, 5);
@@ -345,9 +282,8 @@ void all_lengths(HeadTest& test, const KernelTable& table) {
       test.int8(table, bytes, tokens, 0, rows, count);
       test.int4(table, halves, tokens, 64, 0, rows, count);
       test.int4(table, halves, tokens, 128, 0, rows, count);
-      test.upper(table, bytes, tokens, 0, rows, count);
+      test.bound(table, bytes, tokens, 0, rows, count);
     }
-    test.screen(table, bytes, tokens, 0, few);
   }
 }
 
@@ -361,9 +297,8 @@ void worst_cases(HeadTest& test, const KernelTable& table) {
         const auto codes = make_codes(2, k, [&](auto...) { return code; });
         for (const int64_t count : {1, 4}) {
           test.int8(table, codes, tokens, 0, 2, count);
-          test.upper(table, codes, tokens, 0, 2, count);
+          test.bound(table, codes, tokens, 0, 2, count);
         }
-        test.screen(table, codes, tokens, 0, 2);
       }
       for (const int code : {7, -8}) {
         const auto codes = make_codes(2, k, [&](auto...) { return code; });
@@ -384,8 +319,7 @@ void planted_scales(HeadTest& test, const KernelTable& table) {
       for (const int64_t row : {1, 35}) {
         test.planted_row = row;
         test.int8(table, codes, tokens, 0, 36, count);
-        test.screen(table, codes, tokens, 0, 36);
-        test.upper(table, codes, tokens, 0, 36, count);
+        test.bound(table, codes, tokens, 0, 36, count);
         for (const int64_t group : {64, 128}) test.int4(table, codes, tokens, group, 0, 36, count);
       }
     }

@@ -169,10 +169,10 @@ class RowTest {
 void check_that_list_is_complete(const std::vector<RowOp>& ops) {
   begin_case("list of row ops");
   std::set<std::string> rows = {
-      "ternary_gemm", "tile_lanes",     "tile_gemm",    "tile_product",    "sum_i8",
-      "head_int8",    "head_int4",      "probe_read",   "probe_int8_peak", "product_blocking",
-      "group_gemm",   "add_group",      "head_screen",  "head_upper",      "head_upper_tokens",
-      "add_pairs",    "column_product", "list_nonzero", "table_blocking"};
+      "ternary_gemm",   "tile_lanes",   "tile_gemm",     "tile_product",      "sum_i8",
+      "head_int8",      "head_int4",    "probe_read",    "probe_int8_peak",   "product_blocking",
+      "group_gemm",     "add_group",    "head_bound",    "head_bound_tokens", "add_pairs",
+      "column_product", "list_nonzero", "table_blocking"};
   for (const RowOp& op : ops) rows.insert(op.row);
   const std::size_t pointers =
       (sizeof(KernelTable) - offsetof(KernelTable, ternary_gemm)) / sizeof(void*);

@@ -4,11 +4,8 @@
 //   norm weight            names: the last norm; the matrix, which may be the embedding
 //   vocab                  rows of the matrix
 //
-// A step that wants only the largest logits of an int8 matrix, or those that win with their noise,
-// bounds all logits first, one token's by the matrix's screen, if it has one, several tokens' by
-// their upper bytes.
-
-#include <limits>
+// A step of several tokens that wants only the largest logits of an int8 matrix, or those that win
+// with their noise, bounds all logits first, by the tokens' high bytes.
 
 #include "engine/blocks/blocks.h"
 #include "engine/program/plan.h"
@@ -76,24 +73,12 @@ class Logits final : public StageWork {
     step_.table->rms_norm_row(rows_.residual + j * n, norm_.weight, n, norm_.eps, DType::kF32, row);
     signs_.turn(*step_.table, DType::kF32, n, row);
     prepare_head_token(*step_.table, head_, row, j, to.head);
-    if (step_.reading == HeadReading::kUpper) measure_bytes(head_, j, to.head);
-  }
-  // The noise of the only token to what stands for rows [begin, end).
-  void add_noise(int64_t begin, int64_t end, float* values) const {
-    const Noise noise = step_.batch.noise_of(0);
-    if (noise.temperature > 0)
-      step_.table->add_noise_row(values, end - begin, noise.temperature, noise.key, begin,
-                                 -std::numeric_limits<float>::infinity(), values);
+    if (step_.reading == HeadReading::kBounds) measure_bytes(head_, j, to.head);
   }
   void prepare(int64_t slot) const override {
     if (step_.splits_norms) return;
     StageInput& own = step_.own[slot];
     for (int64_t j = 0; j < rows_.count; ++j) enter(j, own.row, own);
-    if (step_.reading != HeadReading::kScreen) return;
-    const uint64_t best = step_.best[0];
-    const int64_t row = best == 0 ? 0 : row_of_best(best);  // bounds that are all NaN: any row
-    head_rows(*step_.table, head_, row, row + 1, own.head, 1, &own.least, 0);
-    add_noise(row, row + 1, &own.least);
   }
   int64_t units() const override {
     return rows_.count == 0 ? 0 : (head_.rows + unit_rows(head_) - 1) / unit_rows(head_);
@@ -102,30 +87,20 @@ class Logits final : public StageWork {
     const StageInput& from = step_.splits_norms ? step_.shared : step_.own[slot];
     const int64_t unit = unit_rows(head_), first = begin * unit;
     const int64_t last = std::min(end * unit, head_.rows);
-    float* const out = step_.batch.out + first;
-    switch (step_.reading) {
-      case HeadReading::kWhole:
-        return head_rows(*step_.table, head_, first, last, from.head, rows_.count, out, head_.rows);
-      case HeadReading::kScreen:
-        step_.remaining +=
-            reaching_rows(*step_.table, head_, first, last, from.head, from.least, out);
-        return;
-      case HeadReading::kUpper: {
-        const int64_t wanted = step_.batch.largest;
-        Largest found{wanted, step_.batch.noise, step_.best.data(), nullptr};
-        if (wanted > 1) found.heaps = step_.heaps.data() + slot * rows_.count * wanted;
-        for (int64_t n = first; n < last; n += unit)  // what one has found bounds the next
-          step_.remaining +=
-              largest_rows(*step_.table, head_, n, std::min(n + unit, last), from.head, rows_.count,
-                           found, step_.batch.out + n, head_.rows);
-      }
-    }
+    if (step_.reading == HeadReading::kWhole)
+      return head_rows(*step_.table, head_, first, last, from.head, rows_.count,
+                       step_.batch.out + first, head_.rows);
+    const int64_t wanted = step_.batch.largest;
+    Largest found{wanted, step_.batch.noise, step_.best.data(), nullptr};
+    if (wanted > 1) found.heaps = step_.heaps.data() + slot * rows_.count * wanted;
+    for (int64_t n = first; n < last; n += unit)  // what one has found bounds the next
+      step_.remaining += largest_rows(*step_.table, head_, n, std::min(n + unit, last), from.head,
+                                      rows_.count, found, step_.batch.out + n, head_.rows);
   }
   const void* weights_of(int64_t unit) const override {
     return offset_bytes(head_.weight, unit * unit_rows(head_) * head_.row_bytes());
   }
   const Step& step() const { return step_; }
-  const HeadView& head() const { return head_; }
 
  private:
   const Step& step_;
@@ -133,39 +108,6 @@ class Logits final : public StageWork {
   HeadView head_;
   Norm norm_;
   Signs signs_;
-};
-
-// Bounds of the logits of the only row with its noise, in their place, and the largest of them.
-class Screen final : public StageWork {
- public:
-  explicit Screen(const Logits* logits) : logits_(*logits) {}
-
-  void prepare(int64_t slot) const override {
-    StageInput& own = logits_.step().own[slot];
-    logits_.enter(0, own.row, own);
-    own.bound = bound_of(own.head.tokens[0], logits_.head().k);
-  }
-  void run(int64_t begin, int64_t end, int64_t slot) const override {
-    const Step& step = logits_.step();
-    const HeadView& head = logits_.head();
-    const int64_t unit = unit_rows(head), first = begin * unit;
-    const int64_t last = std::min(end * unit, head.rows);
-    float* const out = step.batch.out;
-    const StageInput& own = step.own[slot];
-    screen_rows(*step.table, head, first, last, own.head.tokens[0], own.bound, out + first);
-    logits_.add_noise(first, last, out + first);
-    const float largest = step.table->max_row(out + first, last - first);
-    if (largest != largest || step.best[0] >= as_best(largest, first)) return;
-    int64_t row = first;
-    while (out[row] != largest) ++row;
-    raise_best(as_best(largest, row), step.best[0]);
-  }
-  const void* weights_of(int64_t unit) const override {
-    return logits_.head().screen_row(unit * unit_rows(logits_.head()));
-  }
-
- private:
-  const Logits& logits_;
 };
 
 class LogitNorms final : public StageWork {
@@ -189,9 +131,7 @@ void HeadBlock::append(PlanBuilder& plan) const {
   const auto* logits = plan.make<Logits>(step, plan.rows(), view_, norm_, signs_);
   if (step.splits_norms)
     plan.add({"norm head", plan.make<LogitNorms>(logits), plan.rows().count, {1, 64}});
-  const bool screens = step.reading == HeadReading::kScreen;
-  if (screens) plan.add({"screen", plan.make<Screen>(logits), logits->units(), {1, 64}, true});
-  plan.add({"head", logits, logits->units(), {1, 64}, !screens});
+  plan.add({"head", logits, logits->units(), {1, 64}, true});
 }
 
 }  // namespace

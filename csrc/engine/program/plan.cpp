@@ -242,23 +242,17 @@ void build_plan(StepState& state, bool all_rows, Workspace& passing) {
 }
 
 HeadReading reading_of(StepState& state, const Program& program, const Batch& batch) {
-  const HeadView& head = program.head();
   if (batch.largest == 0 || batch.largest > kMostLargest || batch.logit_count > kMostBest)
     return HeadReading::kWhole;
-  if (batch.largest == 1 && batch.tokens == 1 && batch.logit_count == 1 && head.screen != nullptr)
-    return state.screen.next() ? HeadReading::kScreen : HeadReading::kWhole;
-  if (has_upper_bounds(program.table(), head, batch.logit_count))
-    return state.upper.next() ? HeadReading::kUpper : HeadReading::kWhole;
-  return HeadReading::kWhole;
+  const bool bounded = has_bounds(program.table(), program.head(), batch.logit_count);
+  return bounded && state.bounds.next() ? HeadReading::kBounds : HeadReading::kWhole;
 }
 
-// Whether it was worth it to bound logits. A screen gives way where an eighth of the rows remain,
-// upper bytes where so many cost as much as the lower ones.
+// Whether it was worth it to bound logits: a 32nd of the rows costs as much as all lower bytes.
 void learn_bounds(StepState& state, int64_t rows) {
   const Step& step = state.step;
-  if (step.reading == HeadReading::kScreen) state.screen.learn(step.remaining, rows / 8);
-  if (step.reading == HeadReading::kUpper)
-    state.upper.learn(step.remaining / step.batch.logit_count, rows / 32);
+  if (step.reading == HeadReading::kBounds)
+    state.bounds.learn(step.remaining / step.batch.logit_count, rows / 32);
 }
 
 // Makes `state` ready to run the batch; partitions 0: as many as the work is worth.
@@ -277,11 +271,11 @@ void prepare_step(StepState& state, const Program& program, int64_t program_id, 
   }
   s.filled_pages.clear();
   if (program.chooses_pages()) find_filled_pages(batch.slots, batch.tokens, s.filled_pages);
-  if (state.key.program != program_id) state.screen = state.upper = {};
+  if (state.key.program != program_id) state.bounds = {};
   s.reading = reading_of(state, program, batch);
   for (auto& best : s.best) best.store(0, std::memory_order_relaxed);
   s.remaining = 0;
-  if (s.reading == HeadReading::kUpper && batch.largest > 1)
+  if (s.reading == HeadReading::kBounds && batch.largest > 1)
     s.heaps.assign(static_cast<size_t>(s.partitions * batch.logit_count * batch.largest),
                    -std::numeric_limits<float>::infinity());
   const bool all_rows = keeps_all(batch);

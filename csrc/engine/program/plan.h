@@ -70,15 +70,12 @@ struct StageInput {
   CodeList list;            // of the one token of a step
   ZeroCount* zeros;         // of the thread, in this step
   HeadInput head;           // what the output head multiplies by
-  ScreenBound bound;        // of the head's one token, where a screen is read
-  float least;              // what the best token reaches with its noise, likewise
   float* attention;         // [AttentionPlans::thread_floats()], a thread's own
 };
 
 // How the logits of a step are found: all of them; or, where only the largest are wanted, those
-// that can be among them by bounds, which a screen of the head gives or the upper bytes of the
-// tokens.
-enum class HeadReading : int32_t { kWhole, kScreen, kUpper };
+// that can be among them by bounds, which the high bytes of the tokens give.
+enum class HeadReading : int32_t { kWhole, kBounds };
 inline constexpr int64_t kMostBest = 64;     // tokens of such a step
 inline constexpr int64_t kMostLargest = 64;  // logits of each that are wanted
 
@@ -99,8 +96,8 @@ struct Step {
   AdapterGroups adapters, kept_adapters;
   int64_t most_rank = 0;  // of the adapters of the step
   HeadReading reading = HeadReading::kWhole;
-  // Of each token, unless the head is read as a whole: the best logit so far, of a screen the
-  // largest bound of one, with its noise, and its row (as_best); and how many logits were computed.
+  // Of each token, unless the head is read as a whole: the best logit so far, with its noise, and
+  // its row (largest_rows); and how many logits were computed.
   mutable std::array<std::atomic<uint64_t>, kMostBest> best{};
   mutable std::atomic<int64_t> remaining{0};
   // Where more than the best are wanted, each thread's largest so far: [partitions][logit_count]
@@ -287,7 +284,7 @@ struct StepState {
   PlanKey key;              // of the plan, if it can be used again
   bool keeps_plan = false;  // whether it can
   bool unfilled = false;    // whether no stage of the plan fills x
-  BoundsUse screen, upper;  // of the program of `key`
+  BoundsUse bounds;         // of the program of `key`
   int64_t cells = 0;        // of Step::parts
   int64_t built = 0;        // plans so far
 };

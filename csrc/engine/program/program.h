@@ -66,7 +66,7 @@ class TensorSource {
   virtual const float* matrix(const std::string& name, int64_t rows, int64_t n) = 0;
   // float32 [n]
   virtual const float* floats(const std::string& name, int64_t n) = 0;
-  // NAME.weight and NAME.scale as lm_head takes them: rows x k; with NAME.screen, if there is one.
+  // NAME.weight and NAME.scale as lm_head takes them: rows x k.
   virtual HeadView head(const std::string& name, int64_t rows, int64_t k) = 0;
   // The factors of a LoRA adapter: a [rank, k], b in tiles of 16 of its `rows` rows.
   virtual LoraWeight factors(const std::string& a, const std::string& b, int64_t rows,

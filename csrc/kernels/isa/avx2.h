@@ -160,33 +160,6 @@ inline Head8Acc head8_dot(Head8Acc acc, Head8Weights w, const HeadToken& x, int6
   const __m256i b = _mm256_madd_epi16(w.hi, load_bytes(x.wide + i + 16));
   return _mm256_add_epi32(acc, _mm256_add_epi32(a, b));
 }
-// Codes are unsigned and small enough for the 16-bit sums: two of vpmaddubsw's are at most
-// 4 * 63 * 128 = 32256 in magnitude.
-template <int kLine>
-[[gnu::always_inline]] inline Head8Acc screen_dot(Head8Acc acc, const uint8_t* p,
-                                                  const HeadToken& x, int64_t i) {
-  __m256i high[2], low[2];
-#pragma GCC unroll 2
-  for (int j = 0; j < 2; ++j) {
-    __m256i codes;
-    if constexpr (kLine < 3) {
-      codes = _mm256_and_si256(load_bytes(p + 64 * kLine + 32 * j), _mm256_set1_epi8(63));
-    } else {
-      const auto field = [&](int line, int mask) {
-        const __m256i raw = load_bytes(p + 64 * line + 32 * j);
-        return _mm256_and_si256(_mm256_srli_epi16(raw, 6 - 2 * line),
-                                _mm256_set1_epi8(static_cast<char>(mask)));
-      };
-      codes = _mm256_or_si256(_mm256_or_si256(field(0, 3), field(1, 12)), field(2, 48));
-    }
-    high[j] = _mm256_maddubs_epi16(codes, load_bytes(x.high + i + 32 * j));
-    low[j] = _mm256_maddubs_epi16(codes, load_bytes(x.low + i + 32 * j));
-  }
-  const __m256i wide =
-      _mm256_madd_epi16(_mm256_add_epi16(high[0], high[1]), _mm256_set1_epi16(256));
-  const __m256i narrow = _mm256_madd_epi16(_mm256_add_epi16(low[0], low[1]), _mm256_set1_epi16(1));
-  return _mm256_add_epi32(acc, _mm256_add_epi32(wide, narrow));
-}
 inline Head8Acc head8_add(Head8Acc a, Head8Acc b) { return _mm256_add_epi32(a, b); }
 inline int64_t head8_sum(Head8Acc acc) { return sum_i32_wide(acc); }
 
@@ -257,7 +230,7 @@ BITNET_OVERRIDES(SumTables, kFlushSteps, kGemvStreams, Partial, dot, kDotInTwoSt
                  kRowPanelFrom, kRowPanelFlush, kTileStreams, tile_dot, TwoBit, TwoBitPlain,
                  Base3Digits, Base3, kHeadStreams, kHead4Streams, kHeadPairRows, head_distance,
                  kHead8Step, kHead8FlushSteps, kHead8Unroll, kHead8Rows, kHead8Tokens, kHead8Offset,
-                 Head8Weights, Head8Acc, head8_weights, head8_dot, head8_add, head8_sum, screen_dot,
+                 Head8Weights, Head8Acc, head8_weights, head8_dot, head8_add, head8_sum,
                  kHead4Tokens, Head4Acc, head4_block, tile_acc_sum, head4_float)
 
 }  // namespace

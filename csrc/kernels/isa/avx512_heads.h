@@ -49,21 +49,6 @@ inline Head8Token head8_token(const HeadToken& x, int64_t i) {
 inline Head8Acc head8_dot(Head8Acc acc, Head8Weights w, const Head8Token& x) {
   return {add_dot(acc.high, w, x.high), add_dot(acc.low, w, x.low)};
 }
-template <int kLine>
-[[gnu::always_inline]] inline Head8Acc screen_dot(Head8Acc acc, const uint8_t* p,
-                                                  const HeadToken& x, int64_t i) {
-  if constexpr (kLine < 3) {
-    const __m512i raw = _mm512_loadu_si512(p + 64 * kLine);
-    return head8_dot(acc, _mm512_and_si512(raw, _mm512_set1_epi8(63)), head8_token(x, i));
-  }
-  constexpr int kFirstOrSecond = 0xca;  // bits of the second operand where the first has ones
-  const __m512i low = _mm512_srli_epi16(_mm512_loadu_si512(p), 6);
-  const __m512i middle = _mm512_srli_epi16(_mm512_loadu_si512(p + 64), 4);
-  const __m512i high = _mm512_srli_epi16(_mm512_loadu_si512(p + 128), 2);
-  __m512i codes = _mm512_ternarylogic_epi32(_mm512_set1_epi8(3), low, middle, kFirstOrSecond);
-  codes = _mm512_ternarylogic_epi32(_mm512_set1_epi8(15), codes, high, kFirstOrSecond);
-  return head8_dot(acc, _mm512_and_si512(codes, _mm512_set1_epi8(63)), head8_token(x, i));
-}
 inline Head8Acc head8_add(Head8Acc a, Head8Acc b) {
   return {_mm512_add_epi32(a.high, b.high), _mm512_add_epi32(a.low, b.low)};
 }
@@ -86,7 +71,7 @@ template <int N>
   store(_mm256_extracti128_si256(wide, 1), _mm256_extracti128_si256(narrow, 1), sums + 4);
 }
 
-// Of upper bytes alone, for head/upper.inl: kTokens at once, kOffset times their sum too large.
+// Of high bytes alone, for head/high_bytes.inl: kTokens at once, kOffset times their sum too large.
 struct HeadBytes {
   static constexpr int64_t kFromTokens = 5;  // fewer are bound by reading
   static constexpr int kTokens = 8;
@@ -155,8 +140,8 @@ inline F32x16 head4_float(const Head4Acc& acc, int32_t offset) {
 BITNET_OVERRIDES(kHeadStreams, kHead4Streams, kHeadPairRows, head_distance, kHead8Step,
                  kHead8FlushSteps, kHead8Unroll, kHead8Rows, kHead8Tokens, kHead8Offset,
                  Head8Weights, Head8Acc, head8_weights, head8_dot, head8_add, head8_sum,
-                 kHead4Tokens, Head4Acc, head4_block, store_i16, head8_token, head8_sums,
-                 screen_dot, HeadBytes, head4_float)
+                 kHead4Tokens, Head4Acc, head4_block, store_i16, head8_token, head8_sums, HeadBytes,
+                 head4_float)
 
 }  // namespace
 }  // namespace bitnet::BITNET_ISA

@@ -589,7 +589,6 @@ enum LaneDefaults {
   head4_float,
   tile_acc_sum,
   head8_token,
-  screen_dot,
   head8_sums,
 };
 

@@ -357,32 +357,3 @@ template <class A, int N>
 #pragma GCC unroll 8
   for (int i = 0; i < N; ++i) sums[i] = head8_sum(acc[i]);
 }
-
-// The products of the kLine-th 64 codes of a screen's block at p (format/layout.h) with a token
-// from feature i on, added as head8_dot adds them, without an offset. In the compiler's own
-// vectors.
-template <int kLine, class A>
-[[gnu::always_inline]] inline A screen_dot(A acc, const uint8_t* p, const HeadToken& x, int64_t i) {
-  using Bytes [[gnu::vector_size(kHead8Step)]] = uint8_t;
-  using Words [[gnu::vector_size(kHead8Step)]] = uint16_t;
-#pragma GCC unroll 4
-  for (int64_t j = 0; j < 64; j += kHead8Step) {
-    Bytes codes;
-    if constexpr (kLine < 3) {
-      __builtin_memcpy(&codes, p + j + 64 * kLine, sizeof codes);
-      codes &= 63;
-    } else {
-      Words a, b, c;
-      __builtin_memcpy(&a, p + j, sizeof a);
-      __builtin_memcpy(&b, p + j + 64, sizeof b);
-      __builtin_memcpy(&c, p + j + 128, sizeof c);
-      a = ((a >> 6) & 0x0303) | ((b >> 4) & 0x0c0c) | ((c >> 2) & 0x3030);
-      codes = __builtin_bit_cast(Bytes, a);
-    }
-    if constexpr (kHead8Offset != 0) codes ^= 128;  // which head8_weights undoes
-    alignas(64) int8_t bytes[kHead8Step];           // which most compilers keep in a register
-    __builtin_memcpy(bytes, &codes, sizeof codes);
-    acc = head8_dot(acc, head8_weights(bytes), head8_token(x, i + j));
-  }
-  return acc;
-}

@@ -334,7 +334,7 @@ inline int64_t head8_sum(Head8Acc acc) {
   return 256 * vaddlvq_s32(acc.high) + vaddlvq_s32(acc.low);
 }
 
-// Of upper bytes alone: avx512_heads.h.
+// Of high bytes alone: avx512_heads.h.
 struct HeadBytes {
   static constexpr int64_t kFromTokens = 4;  // an estimate
   static constexpr int kTokens = 8;

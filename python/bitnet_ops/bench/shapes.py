@@ -14,10 +14,7 @@ from bitnet_ops.nn import storage
 
 WEIGHT_FORMATS = storage.FORMATS
 USUAL = storage.USUAL_FORMAT  # what models are loaded in
-HEAD_FORMATS = (
-    "bf16",
-    *(n for n, row in storage.HEAD_FORMATS.items() if row.quantized and not row.screened),
-)
+HEAD_FORMATS = ("bf16", *(n for n, row in storage.HEAD_FORMATS.items() if row.quantized))
 KV_DTYPES = tuple(n for n in storage.KV_TYPES if n != "float32")
 _MOST_FEATURES = 131072
 

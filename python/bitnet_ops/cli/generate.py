@@ -31,6 +31,7 @@ from bitnet_ops.nn.storage import (
     HEAD_FORMATS,
     KV_TYPES,
     WEIGHT_FORMATS,
+    current_head_format,
 )
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--head-format",
         choices=tuple(HEAD_FORMATS),
+        type=current_head_format,
         default="int8",
         metavar="FORMAT",
         help=f"default {', '.join(HEAD_FORMATS)}",

@@ -18,7 +18,7 @@ from bitnet_ops.memory.arena import Arena, aligned, return_heap
 from bitnet_ops.models import Decoder, TensorError, TensorSpec, build, check_names, expected_tensors
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.packing import PackedWeight, choose_format, packed_shape
-from bitnet_ops.nn.storage import HEAD_FORMATS, check_head_format
+from bitnet_ops.nn.storage import check_head_format, find_head_format
 
 Tensors = dict[str, Tensor | PackedWeight | HeadWeight]
 _HEAP_BYTES = 1 << 28  # of temporary matrices, before their memory goes back to the system
@@ -134,7 +134,7 @@ def _read(
             ternary = spec.kind == "ternary"
             tensors[name] = packed if ternary else HeadWeight.from_packed(packed)
             continue
-        if name == f"{head}.weight" and HEAD_FORMATS[head_format].quantized:
+        if name == f"{head}.weight" and find_head_format(head_format).quantized:
             tensors[name] = _quantised_head(reader, name, spec, head_format)
             continue
         reader.check_data(name)
@@ -199,10 +199,8 @@ def _quantised_head(
     if info.packed or info.shape != spec.shape:
         return reader.tensor(name)  # `build` rejects it
     rows, features = spec.shape
-    row = HEAD_FORMATS[head_format]
-    whole = ops.quantize_head(
-        torch.empty(spec.shape, dtype=torch.float32, device="meta"), row.codes
-    )
+    format = find_head_format(head_format).name
+    whole = ops.quantize_head(torch.empty(spec.shape, dtype=torch.float32, device="meta"), format)
     arena = Arena(sum(aligned(part.nbytes) for part in whole))
     weight, scale = (arena.take(part.shape, part.dtype) for part in whole)
     reader.check_sum(name)
@@ -211,7 +209,7 @@ def _quantised_head(
     for begin in range(0, rows, _HEAD_ROWS):
         piece = reader.rows(name, begin, min(begin + _HEAD_ROWS, rows))
         try:
-            codes, scales = ops.quantize_head(piece, row.codes)
+            codes, scales = ops.quantize_head(piece, format)
         except RuntimeError:
             reader.check_data(name)  # says which element is wrong, where that is the reason
             raise
@@ -219,7 +217,7 @@ def _quantised_head(
         scale[at : at + len(codes)] = scales
         at += len(codes)
         reader.release(name)
-    return HeadWeight(weight, scale, rows, features, row.screened)
+    return HeadWeight(weight, scale, rows, features)
 
 
 def _repack(packed: PackedWeight, format: str, arena: Arena) -> PackedWeight:

@@ -27,7 +27,6 @@ from bitnet_ops.nn.columns import columns_of
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.linear import BitLinear
 from bitnet_ops.nn.packing import blocked_scales
-from bitnet_ops.nn.screen import screen_of
 
 if TYPE_CHECKING:
     from bitnet_ops.models.step_batch import StepBatch
@@ -150,9 +149,6 @@ def bind(
             tensors[f"{name}.scale"] = head.scale
         if head.signs is not None:
             tensors[f"{name}.signs"] = head.signs
-        if head.head_format == "int8_screened":
-            tensors[f"{name}.screen"] = screen_of(head.weight)
-            copied.append(head.weight)
     listing = Listing(listing.model, listing.ropes, tuple(blocks), listing.lora)
     return Program(listing, tensors, tuple(copied))
 

@@ -1,4 +1,4 @@
-"""What is made of a weight once and kept beside it: its columns, the screen of a head."""
+"""Forms that are made of a weight once and kept beside it, such as its columns."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from bitnet_ops.nn.storage import (
     BLOCK,
     DEFAULT_HEAD_FORMAT,
     HEAD_FORMATS,
-    check_head_format,
+    find_head_format,
 )
 from bitnet_ops.nn.tracked import Tracked
 
@@ -29,7 +29,6 @@ class HeadWeight(Tracked):
     Buffers: `weight` F [V, K], or int8 or int4 codes as `ops.quantize_head` returns them, or a
     ternary matrix in any layout, these with their `scale`, else None. The row of id n is the weight
     itself, or code * scale. `signs`: of a matrix that is rotated along K, as BitLinear has them.
-    `screened`: whether programs read an int8 matrix by its screen first (nn/screen.py).
     """
 
     weight: Tensor
@@ -42,14 +41,12 @@ class HeadWeight(Tracked):
         scale: Tensor | None,
         out_features: int,
         in_features: int,
-        screened: bool = False,
     ) -> None:
         super().__init__()
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
         self.register_buffer("signs", None, persistent=False)
         self.out_features, self.in_features = out_features, in_features
-        self.screened = screened
 
     @classmethod
     def from_dense(
@@ -59,15 +56,14 @@ class HeadWeight(Tracked):
 
         Raises ValueError for another format, RuntimeError for a matrix that cannot be quantised.
         """
-        check_head_format(head_format)
+        row = find_head_format(head_format)
         scale: Tensor | None = None
         rows, features = tensor.shape
-        row = HEAD_FORMATS[head_format]
         if row.quantized:
-            tensor, scale = ops.quantize_head(tensor.detach(), row.codes, group_size)
-        elif head_format in _DENSE:
-            tensor = tensor.to(_DENSE[head_format])
-        return cls(tensor, scale, rows, features, row.screened)
+            tensor, scale = ops.quantize_head(tensor.detach(), row.name, group_size)
+        elif row.name in _DENSE:
+            tensor = tensor.to(_DENSE[row.name])
+        return cls(tensor, scale, rows, features)
 
     @classmethod
     def from_packed(cls, packed: PackedWeight) -> HeadWeight:
@@ -85,7 +81,7 @@ class HeadWeight(Tracked):
         if self.scale is None:
             return _NAMES[self.weight.dtype]
         if self.weight.dtype == torch.int8:
-            return "int8_screened" if self.screened else "int8"
+            return "int8"
         return "int4" if self.scale.dtype == torch.bfloat16 else "ternary"
 
     def forward(self, x: Tensor) -> Tensor:

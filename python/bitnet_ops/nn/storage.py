@@ -53,24 +53,16 @@ class HeadFormat:
     """A format of output heads and tied embeddings.
 
     `dtype`: torch's name of what a dense head is cast to; None: as the tensor is.
-    `quantized`: whether `ops.quantize_head` makes it. `screened`: whether it has a screen beside it
-    (nn/screen.py).
+    `quantized`: whether `ops.quantize_head` makes it.
     """
 
     name: str
     dtype: str | None = None
     quantized: bool = False
-    screened: bool = False
-
-    @property
-    def codes(self) -> str:
-        """What `ops.quantize_head` is asked for."""
-        return "int8" if self.screened else self.name
 
 
 _HEADS = (
     HeadFormat("int8", quantized=True),
-    HeadFormat("int8_screened", quantized=True, screened=True),
     HeadFormat("int4", quantized=True),
     HeadFormat("bf16", "bfloat16"),
     HeadFormat("float32", "float32"),
@@ -78,11 +70,25 @@ _HEADS = (
 )
 HEAD_FORMATS = {row.name: row for row in _HEADS}
 DEFAULT_HEAD_FORMAT = "int8"
+# Names of earlier builds, and the formats that they mean now.
+OLD_HEAD_FORMATS = {"int8_screened": "int8"}
+
+
+def current_head_format(name: str) -> str:
+    """A name in HEAD_FORMATS for one in OLD_HEAD_FORMATS; any other as it is."""
+    return OLD_HEAD_FORMATS.get(name, name)
+
+
+def find_head_format(head_format: str) -> HeadFormat:
+    """The format of a name, old or new. Raises ValueError for another."""
+    check_head_format(head_format)
+    return HEAD_FORMATS[current_head_format(head_format)]
 
 
 def check_head_format(head_format: str) -> None:
-    """Raise ValueError unless `head_format` is one of HEAD_FORMATS."""
-    _check("head_format", head_format, HEAD_FORMATS)
+    """Raise ValueError unless `head_format` is one of HEAD_FORMATS or OLD_HEAD_FORMATS."""
+    if not isinstance(head_format, str) or head_format not in OLD_HEAD_FORMATS:
+        _check("head_format", head_format, HEAD_FORMATS)
 
 
 # KV caches ----------------------------------------------------------------------------------------

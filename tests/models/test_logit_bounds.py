@@ -1,5 +1,5 @@
-"""Bounds of an int8 head's logits, by its screen or by upper bytes of several tokens: every greedy
-step, and every draw without filters, takes the tokens that the whole head gives."""
+"""Bounds of an int8 head's logits by the high bytes of several tokens: every greedy step, and every
+draw without filters, takes the tokens that the whole head gives."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ import bitnet_ops
 from bitnet_ops import ops
 from bitnet_ops.models.step_batch import StepBatch
 from bitnet_ops.nn.head import HeadWeight
-from bitnet_ops.nn.screen import screen_of
 from isa_control import ISAS, every_configuration
 
 STEPS = 10_000
 
 
 class Head:
-    """A program of a head with a screen, behind attention that adds zeros."""
+    """A program of a head behind attention that adds zeros."""
 
-    def __init__(self, weight: Tensor, scale: Tensor, screen: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, scale: Tensor) -> None:
         rows, k = weight.shape
         self.rows = rows
         tensors = {
             "final.weight": torch.ones(k),
             "embed.weight": weight,
             "embed.scale": scale,
-            **({} if screen is None else {"embed.screen": screen}),
         }
         tensors["rope.inv_freq"] = torch.ones(8)
         for name, n, width in (("q", 16, k), ("k", 16, k), ("v", 16, k), ("o", k, 16)):
@@ -108,44 +106,6 @@ def states(g: torch.Generator, weight: Tensor, count: int) -> Tensor:
     return x
 
 
-def test_ten_thousand_steps_take_the_whole_heads_token() -> None:
-    g = torch.Generator().manual_seed(0)
-    cases = heads(g)
-    for name, (weight, scale) in cases.items():
-        # two programs by turns: neither step knows how many rows remained before
-        plain, screened, remaining = (
-            Head(weight, scale, None),
-            Head(weight, scale, screen_of(weight)),
-            0,
-        )
-        for x in states(g, weight, STEPS // len(cases) + 1):
-            whole, found = plain.step(x[None], 0), screened.step(x[None])
-            assert tokens_of(found) == tokens_of(whole), name
-            left = found != -torch.inf
-            assert torch.equal(found[left].nan_to_num(), whole[left].nan_to_num()), name
-            remaining += int(left.sum())
-        assert remaining < 0.2 * (STEPS // len(cases)) * plain.rows, name
-
-
-def test_tokens_are_the_whole_heads_on_every_isa_and_thread_count() -> None:
-    g = torch.Generator().manual_seed(1)
-    weight, scale = ops.quantize_head(torch.randn(24_000, 200, generator=g), "int8")
-    weight[20_001] = weight[17]  # in parts of different threads
-    scale[20_001] = scale[17]
-    screen = screen_of(weight)
-    inputs = [*torch.randn(6, 200, generator=g), weight[17].float()]  # the last meets the tie
-    whole = [Head(weight, scale, None).step(x[None], 0) for x in inputs]
-    for label in every_configuration():
-        head = Head(weight, scale, screen)
-        for x, logits in zip(inputs, whole, strict=True):
-            found = head.step(x[None])
-            left = found != -torch.inf
-            assert tokens_of(found) == tokens_of(logits), label
-            assert torch.equal(found[left], logits[left]), label
-            assert not left.all(), label
-    assert tokens_of(whole[-1]) == [17]
-
-
 BATCHES = (5, 8, 17, 64, 6, 16, 33, 65)  # tokens; the last has too many for bounds
 
 
@@ -158,7 +118,7 @@ def test_ten_thousand_tokens_of_batches_are_the_whole_heads() -> None:
         while len(inputs) > 0:
             size = next(sizes)
             x, inputs = inputs[:size], inputs[size:]
-            head = Head(weight, scale, None)  # new, so that no step before says what to read
+            head = Head(weight, scale)  # new, so that no step before says what to read
             whole, found = head.step(x, 0), head.step(x)
             assert tokens_of(found) == tokens_of(whole), (name, len(x))
             left = found != -torch.inf
@@ -172,12 +132,12 @@ def test_batches_are_the_whole_heads_on_every_isa_and_thread_count() -> None:
     x = torch.randn(16, 200, generator=g)
     x[3] = weight[17].float()  # meets the tie
     x[5, 7] = float("nan")
-    whole = Head(weight, scale, None).step(x, 0)
+    whole = Head(weight, scale).step(x, 0)
     best = tokens_of(whole)
     assert best[3] == 17 and best[5] == -1
     bounded = False
     for label in every_configuration():
-        found = Head(weight, scale, None).step(x)
+        found = Head(weight, scale).step(x)
         assert tokens_of(found) == best, label
         if torch.equal(found.nan_to_num(), whole.nan_to_num()):
             continue  # an ISA that does not gain by bounds
@@ -195,7 +155,7 @@ def test_batches_are_the_whole_heads_on_every_isa_and_thread_count() -> None:
 def test_logits_that_are_wanted_are_all_there() -> None:
     g = torch.Generator().manual_seed(4)
     weight, scale = ops.quantize_head(torch.randn(3000, 64, generator=g), "int8")
-    head = Head(weight, scale, None)
+    head = Head(weight, scale)
     x = torch.randn(16, 64, generator=g)
     assert torch.isfinite(head.step(x, 0)).all()
     assert torch.isfinite(head.step(x, 65)).all()  # more than bounds are made for
@@ -207,7 +167,7 @@ def test_draws_of_the_largest_are_those_of_the_whole_head(k: int) -> None:
     for name, (weight, scale) in heads(g).items():
         for size in (5, 17, 64):
             x = states(g, weight, size)
-            head = Head(weight, scale, None)
+            head = Head(weight, scale)
             whole, found = head.step(x, 0), head.step(x, k)
             options = (
                 torch.linspace(0.3, 1.5, size, dtype=torch.float64),
@@ -230,26 +190,10 @@ def test_draws_of_the_largest_on_every_isa_and_thread_count() -> None:
     weight[12_000:12_040], scale[12_000:12_040] = weight[17], scale[17]  # more equals than wanted
     x = torch.randn(16, 200, generator=g)
     x[3] = weight[17].float()
-    whole = Head(weight, scale, None).step(x, 0).topk(20)
+    whole = Head(weight, scale).step(x, 0).topk(20)
     for label in every_configuration():
-        found = Head(weight, scale, None).step(x, 20).topk(20)
+        found = Head(weight, scale).step(x, 20).topk(20)
         assert torch.equal(found.values, whole.values), label
-
-
-def test_draws_without_filters_by_a_screen_are_the_whole_heads() -> None:
-    g = torch.Generator().manual_seed(6)
-    cases = heads(g)
-    for name, (weight, scale) in cases.items():
-        plain, screened = Head(weight, scale, None), Head(weight, scale, screen_of(weight))
-        inputs = states(g, weight, 500)
-        left_out = 0
-        for x, draw in zip(inputs, draws_of(g, len(inputs)), strict=True):
-            whole, found = plain.step(x[None], 0), screened.step(x[None], 1, draw[None])
-            assert tokens_of(found, draw[None]) == tokens_of(whole, draw[None]), name
-            left = found != -torch.inf
-            assert torch.equal(found[left].nan_to_num(), whole[left].nan_to_num()), name
-            left_out += int((~left).sum())
-        assert left_out > 0.3 * len(inputs) * plain.rows, name
 
 
 def test_draws_without_filters_of_batches_are_the_whole_heads() -> None:
@@ -260,7 +204,7 @@ def test_draws_without_filters_of_batches_are_the_whole_heads() -> None:
             size = next(sizes)
             x, inputs = inputs[:size], inputs[size:]
             draws = draws_of(g, len(x))
-            head = Head(weight, scale, None)
+            head = Head(weight, scale)
             whole, found = head.step(x, 0), head.step(x, 1, draws)
             assert tokens_of(found, draws) == tokens_of(whole, draws), (name, size)
             left = found != -torch.inf
@@ -274,10 +218,10 @@ def test_draws_without_filters_on_every_isa_and_thread_count() -> None:
     x = torch.randn(16, 200, generator=g)
     x[3], x[5, 7] = weight[17].float(), torch.nan
     draws = draws_of(g, 16)
-    whole = Head(weight, scale, None).step(x, 0)
+    whole = Head(weight, scale).step(x, 0)
     best = tokens_of(whole, draws)
     for label in every_configuration():
-        found = Head(weight, scale, None).step(x, 1, draws)
+        found = Head(weight, scale).step(x, 1, draws)
         assert tokens_of(found, draws) == best, label
         if not torch.equal(found.nan_to_num(), whole.nan_to_num()):  # an ISA that gains by bounds
             for row, token in enumerate(best):
@@ -286,8 +230,6 @@ def test_draws_without_filters_on_every_isa_and_thread_count() -> None:
                 assert token < 0 or (found[row] > -torch.inf).nonzero().flatten().tolist() == [
                     token
                 ]
-        one = Head(weight, scale, screen_of(weight)).step(x[4:5], 1, draws[4:5])
-        assert tokens_of(one, draws[4:5]) == best[4:5], label
 
 
 def test_draws_with_and_without_top_k_share_a_step() -> None:
@@ -295,7 +237,7 @@ def test_draws_with_and_without_top_k_share_a_step() -> None:
     for name, (weight, scale) in heads(g).items():
         x, draws = states(g, weight, 16), draws_of(g, 16)
         draws[::2, 0] = 0  # these want their 20 largest logits
-        whole, found = (Head(weight, scale, None).step(x, k, draws) for k in (0, 20))
+        whole, found = (Head(weight, scale).step(x, k, draws) for k in (0, 20))
         assert tokens_of(found, draws) == tokens_of(whole, draws), name
         for row in range(0, 16, 2):
             if not whole[row].isnan().any():
@@ -303,44 +245,14 @@ def test_draws_with_and_without_top_k_share_a_step() -> None:
                 assert torch.equal(found[row, whole[row] >= least], whole[row, whole[row] >= least])
 
 
-def test_a_screen_is_what_its_layout_says() -> None:
-    g = torch.Generator().manual_seed(1)
-    w = torch.randint(-128, 128, (5, 300), generator=g, dtype=torch.int8)
-    screen = screen_of(w)
-    assert screen_of(w) is screen
-    lines = screen[: 5 * 96].view(torch.uint8).view(5, 2, 3, 64)
-    last = sum((lines[:, :, j] >> 6) << 2 * j for j in range(3))
-    codes = torch.cat([lines & 63, last[:, :, None]], dim=2).view(5, 512)
-    assert torch.equal(codes[:, :300].to(torch.int16) - 32, w.to(torch.int16) >> 2)
-    assert (codes[:, 300:] == 32).all()
-    assert screen[5 * 96 :].tolist() == ((w & 3) % 3 == 0).sum(1).tolist()
-    w[0, 0] += 4
-    assert screen_of(w) is not screen
-
-
-def test_greedy_texts_are_the_same_and_a_changed_head_is_seen() -> None:
-    plain, screened = bitnet_ops.load(), bitnet_ops.load(head_format="int8_screened")
-    assert screened.model.head.head_format == "int8_screened"
-    for options in ({}, {"repetition_penalty": 1.2}, {"temperature": 0.8, "seed": 3}):
-        texts = [lm.generate("In the beginning", max_new_tokens=40, **options)  # type: ignore[arg-type]
-                 for lm in (plain, screened)]  # fmt: skip
-        assert texts[0] == texts[1]
-    for lm in (plain, screened):
-        with torch.no_grad():
-            lm.model.head.weight.copy_(lm.model.head.weight.flip(0))
-    texts = [lm.generate("In the beginning", max_new_tokens=20) for lm in (plain, screened)]
-    assert texts[0] == texts[1]
-
-
-def test_only_steps_of_one_best_token_leave_logits_out() -> None:
-    lm = bitnet_ops.load(head_format="int8_screened")
-    seen: list[tuple[StepBatch, bool]] = []
+def test_filters_and_logprobs_want_every_logit() -> None:
+    lm = bitnet_ops.load()
+    seen: list[StepBatch] = []
     step = lm.model.step
 
     def watched(batch: StepBatch, pool: object) -> Tensor:
-        logits = step(batch, pool)  # type: ignore[arg-type]
-        seen.append((batch, bool((logits == -torch.inf).any())))
-        return logits
+        seen.append(batch)
+        return step(batch, pool)  # type: ignore[arg-type]
 
     lm.model.step = watched  # type: ignore[method-assign]
     left_to_filters = {"temperature": 0.5, "top_p": 0.9}
@@ -349,23 +261,23 @@ def test_only_steps_of_one_best_token_leave_logits_out() -> None:
         for _ in zip(run, range(4), strict=False):
             pass
         run.close()
-        assert not any(left_out for _, left_out in seen), options
+        assert seen and not any(batch.largest for batch in seen), options
+        seen.clear()
     lm.generate("In the beginning", max_new_tokens=8)
-    assert any(left_out for batch, left_out in seen if batch.largest == 1)
+    assert all(batch.largest == 1 and batch.draws is None for batch in seen)
     seen.clear()
     lm.generate("In the beginning", max_new_tokens=8, temperature=0.5, seed=1)
-    assert any(left_out for batch, left_out in seen if batch.draws is not None)
+    assert all(batch.draws is not None for batch in seen)
 
 
-def test_wrong_screens_and_formats_are_rejected() -> None:
-    w, scale = ops.quantize_head(torch.randn(20, 70), "int8")
-    with pytest.raises(RuntimeError, match=r"expected embed.screen .*int32"):
-        Head(w, scale, screen_of(w).float())
-    with pytest.raises(RuntimeError, match=r"expected embed.screen .*\[980\], got \[979\]"):
-        Head(w, scale, screen_of(w)[1:])
-    with pytest.raises(ValueError, match="head_format: expected one of int8, int8_screened, "):
+def test_head_formats_have_their_names_and_one_has_an_old_one() -> None:
+    old, new = (bitnet_ops.load(head_format=name) for name in ("int8_screened", "int8"))
+    assert old.model.head.head_format == new.model.head.head_format == "int8"
+    assert torch.equal(old.model.head.weight, new.model.head.weight)
+    made = HeadWeight.from_dense(torch.randn(20, 70), "int8_screened")
+    assert made.head_format == "int8"
+    with pytest.raises(ValueError, match="head_format: expected one of int8, int4, .* got 'int6'"):
         bitnet_ops.load(head_format="int6")
-    assert HeadWeight.from_dense(torch.randn(20, 70), "int8").head_format == "int8"
 
 
 def test_a_program_of_a_head_alone_runs() -> None:

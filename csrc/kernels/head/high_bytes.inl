@@ -1,5 +1,5 @@
-// Bounds of an int8 head's logits by the upper bytes of several tokens: half of the work of
-// head_int8. Contract: head_upper in kernel_table.h. Uses dense.inl, tiles.inl and int8.inl.
+// Bounds of an int8 head's logits by the high bytes of several tokens: half of the work of
+// head_int8. Contract: head_bound in kernel_table.h. Uses dense.inl, tiles.inl and int8.inl.
 //
 // What the lower bytes add to a row's sum is at most the length of the row times theirs (Cauchy and
 // Schwarz). The row's length is found beside its products.
@@ -7,9 +7,9 @@
 // Two rows, or one twice, x T tokens: sums of codes, as U's add() takes them, to sums[t][row], and
 // of the rows' squares.
 template <class U, int T, bool kSquares>
-[[gnu::noinline]] void upper_pair(const int8_t* const (&w)[2], int64_t k, const HeadToken* x,
-                                  const int8_t* ahead, int64_t ahead_step, int32_t (&sums)[2][8],
-                                  int32_t (&squares)[2]) {
+[[gnu::noinline]] void high_byte_pair(const int8_t* const (&w)[2], int64_t k, const HeadToken* x,
+                                      const int8_t* ahead, int64_t ahead_step,
+                                      int32_t (&sums)[2][8], int32_t (&squares)[2]) {
   constexpr int64_t kStep = U::kStep;
   typename U::Acc acc[2][8] = {}, square[2] = {};
   const auto step = [&](const int8_t* first, const int8_t* second, int64_t i)
@@ -49,8 +49,8 @@ template <class U, int T, bool kSquares>
 }
 
 // The bounds of `count` rows and one token from their sums.
-inline void finish_upper(const int32_t* sums, const float* lengths, const float* scale,
-                         int64_t count, int32_t excess, const HeadToken& x, float* out) {
+inline void finish_bounds(const int32_t* sums, const float* lengths, const float* scale,
+                          int64_t count, int32_t excess, const HeadToken& x, float* out) {
   for (int64_t n = 0; n < count; ++n) {
     // Roundings are within 2^-22 of the larger term each. Behind these lines there are none that
     // head_int8 has not, and those are monotone.
@@ -62,7 +62,7 @@ inline void finish_upper(const int32_t* sums, const float* lengths, const float*
 }
 
 template <class U>
-void upper_rows(const int8_t* w, const float* scale, int64_t k, int64_t rows, const HeadToken* x,
+void bound_rows(const int8_t* w, const float* scale, int64_t k, int64_t rows, const HeadToken* x,
                 int64_t tokens, float* out, int64_t out_stride) {
   alignas(64) int32_t sums[8][kHeadRowChunk];
   alignas(64) float lengths[kHeadRowChunk];
@@ -79,12 +79,12 @@ void upper_rows(const int8_t* w, const float* scale, int64_t k, int64_t rows, co
         const int8_t* const pair[2] = {w + (begin + at[0]) * k, w + (begin + at[1]) * k};
         int32_t all[2][8], squares[2];
         if (first == 0) {
-          upper_pair<U, T, true>(pair, k, x, ahead + n * k, ahead_step, all, squares);
+          high_byte_pair<U, T, true>(pair, k, x, ahead + n * k, ahead_step, all, squares);
           // 128 * 127 may stand for the square of -128; rounded up
           for (int r = 0; r < 2; ++r)
             lengths[at[r]] = 1.004f * __builtin_sqrtf(static_cast<float>(squares[r]));
         } else {
-          upper_pair<U, T, false>(pair, k, x + first, ahead + n * k, ahead_step, all, squares);
+          high_byte_pair<U, T, false>(pair, k, x + first, ahead + n * k, ahead_step, all, squares);
         }
         for (int r = 0; r < 2; ++r) {
           for (int t = 0; t < T; ++t) sums[t][at[r]] = all[r][t];
@@ -92,18 +92,18 @@ void upper_rows(const int8_t* w, const float* scale, int64_t k, int64_t rows, co
       }
       for (int t = 0; t < T; ++t) {
         const HeadToken& token = x[first + t];
-        finish_upper(sums[t], lengths, scale + begin, count, U::kOffset * token.high_sum, token,
-                     out + (first + t) * out_stride + begin);
+        finish_bounds(sums[t], lengths, scale + begin, count, U::kOffset * token.high_sum, token,
+                      out + (first + t) * out_stride + begin);
       }
     });
   }
 }
 
-void head_upper(const int8_t* weight, const float* scale, int64_t k, int64_t row_begin,
+void head_bound(const int8_t* weight, const float* scale, int64_t k, int64_t row_begin,
                 int64_t row_end, const HeadToken* x, int64_t tokens, float* out,
                 int64_t out_stride) {
   if constexpr (HeadBytes::kFromTokens > 0) {
-    upper_rows<HeadBytes>(weight + row_begin * k, scale + row_begin, k, row_end - row_begin, x,
+    bound_rows<HeadBytes>(weight + row_begin * k, scale + row_begin, k, row_end - row_begin, x,
                           tokens, out, out_stride);
   } else {
     head_int8(weight, scale, k, row_begin, row_end, x, tokens, {}, out, out_stride);
@@ -112,5 +112,5 @@ void head_upper(const int8_t* weight, const float* scale, int64_t k, int64_t row
 
 // Never without products of bytes; nor with a matrix unit, which is faster than reading in any
 // case.
-constexpr int64_t kUpperFrom =
+constexpr int64_t kHeadBoundFrom =
     MatrixUnit::kFromTokens > 0 || HeadBytes::kFromTokens == 0 ? INT64_MAX : HeadBytes::kFromTokens;
