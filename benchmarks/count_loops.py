@@ -68,7 +68,7 @@ ZMM = (
     Loop("`1.6bit`, 4 tokens, AMD", "tile_direct<Base3Digits, 4>"),
     Loop("canonical, 1 token", "tile_to_out<true, 4, 1>"),
     Loop("canonical, 4 tokens", "tile_to_out<true, 4, 4>"),
-    Loop("panel of `2bit` and canonical (6)", "add_panel<TwoBitPlain, 0, 4, 6>"),
+    Loop("panel of `2bit` (6)", "add_panel<TwoBitPlain, 0, 4, 6>"),
     Loop("panel of `1.6bit` (4)", "add_panel<Base3Digits, 0, 5, 4>"),
     Loop("groups, `2bit`, 1 token", "tile_groups<TwoBit, 1, 1, unsigned short>"),
     Loop("groups, `2bit`, prompts (5)", "tile_groups<TwoBit, 5, 1, unsigned short>"),
@@ -103,7 +103,6 @@ YMM = (
     Loop("canonical, 1 token", "tile_to_out<true, 4, 1>"),
     Loop("canonical, 4 tokens", "tile_to_out<true, 2, 4>"),
     Loop("panel of `1.6bit` (4)", "add_panel<Base3Digits, 0, 3, 4>"),
-    Loop("panel of canonical rows (6)", "add_panel<CanonicalRows, 0, 2, 6>"),
     Loop("groups, `2bit`, 1 token", "tile_groups<TwoBit, 1, 1, unsigned short>"),
     Loop("int8 head, 1 token", "head8_rows<1, 1, 4, Ahead<false>", share=PLANES),
     Loop("int8 head, 2 tokens", "head8_rows<2, 2, 1, Ahead<false>", share=PLANES, pick="least"),
@@ -128,8 +127,6 @@ AMX = (
         Loop(f"`1.6bit`, {q}", f"segment_2x2<{UNIT}Base3, {i}>", "tiles", BASE3, "first")
         for i, q in enumerate(("q, 3 q", "9 q, 27 q", "81 q, 243 q"))
     ),
-    Loop("canonical, up to 16 tokens", f"rows_x_tokens<{UNIT}false>", dot="tiles"),
-    Loop("canonical, 32 tokens", f"rows_x_tokens<{UNIT}true>", dot="tiles"),
     Loop(
         "groups, `2bit`, 16 tokens",
         f"tiles_groups_matrix<{UNIT}TwoBit, 1, unsigned short>",
@@ -166,9 +163,6 @@ PAIRS = (
     Loop("`1.6bit`, 2 tokens", "tile_direct<TokenPairs::Base3, 2>", dot="arm", share=BASE3),
     Loop("`1.6bit`, 4 tokens", "tile_direct<TokenPairs::Base3, 4>", dot="arm", share=BASE3),
     Loop("panel of `1.6bit` (4)", "add_panel<TokenPairs::Base3Digits, 0, 5, 4>", dot="arm"),
-    Loop("canonical, 2 tokens", "rows_x_pairs<TokenPairs, 2>", dot="arm"),
-    Loop("canonical, 4 tokens", "rows_x_pairs<TokenPairs, 4>", dot="arm"),
-    Loop("canonical, from 8 tokens on", "rows_x_pairs<TokenPairs, 8>", dot="arm"),
 )
 
 

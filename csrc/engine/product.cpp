@@ -15,12 +15,11 @@ namespace {
 
 int64_t ceil_div(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
-// Tokens with groups are rows as they lie, and the values of a call stay in L1 as its sums would.
-ProductBlocking blocking_of(const KernelTable& table, int64_t tokens, int64_t k, bool grouped,
-                            int64_t table_rows) {
-  if (table_rows != 0) return table.table_blocking(tokens, table_rows, grouped);
-  const ProductBlocking blocking = table.product_blocking(tokens, k);
-  return grouped ? ProductBlocking{.claim_parts = blocking.claim_parts} : blocking;
+// Of products that read rows, the values of a call stay in L1 as its sums would.
+ProductBlocking blocking_of(const KernelTable& table, const ProductShape& s, int64_t table_rows) {
+  if (table_rows != 0) return table.table_blocking(s.tokens, table_rows, s.grouped);
+  const ProductBlocking blocking = table.product_blocking(s.tokens, s.k);
+  return s.row_major ? ProductBlocking{.claim_parts = blocking.claim_parts} : blocking;
 }
 
 // Tokens of a block when they are cut into about so many, in whole tiles.
@@ -96,7 +95,7 @@ ProductCut cut_for(const KernelTable& table, const ProductShape& s, int64_t thre
   const ProductCut by_tables = table_cut_of(table, s, threads);
   if (by_tables.table_rows != 0) return by_tables;
   if (threads == 1) return {};
-  const ProductBlocking blocking = blocking_of(table, s.tokens, s.k, s.grouped, 0);
+  const ProductBlocking blocking = blocking_of(table, s, 0);
   ProductCut best{ceil_div(s.tokens, blocking.tokens), 1};
   int64_t most = best.token_blocks * s.row_blocks;  // units of the best
   if (most == 0 || end_together(most, threads)) return best;
@@ -137,6 +136,25 @@ bool Projection::takes_tables() const {
   return weight->format != WeightFormat::kCanonical && (!grouped() || groups.blocked);
 }
 
+bool reads_rows(const Projection* projections, int64_t count) {
+  return std::any_of(projections, projections + count,
+                     [](const Projection& p) { return p.grouped() || p.weight->reads_rows(); });
+}
+
+ProductShape shape_of(const Projection* projections, int64_t count, int64_t tokens,
+                      int64_t planes) {
+  ProductShape shape{tokens,     projections[0].weight->k, 0,
+                     1,          projections[0].grouped(), reads_rows(projections, count),
+                     planes == 1};
+  for (int64_t i = 0; i < count; ++i) {
+    const Weight& w = *projections[i].weight;
+    shape.row_blocks += w.row_blocks;
+    shape.block_rows = std::max(shape.block_rows, w.block_rows);
+    if (!projections[i].takes_tables()) shape.tables = false;
+  }
+  return shape;
+}
+
 Projection make_projection(const Weight& weight, const float* scale, int64_t scale_count,
                            DType type, void* out) {
   return {&weight,
@@ -157,7 +175,8 @@ Product::Product(const KernelTable& table, const QuantizedTokens& x, const Proje
       x_(x),
       projections_(projections),
       count_(count),
-      blocking_(blocking_of(table, x.tokens, x.k, projections[0].grouped(), cut.table_rows)),
+      blocking_(
+          blocking_of(table, shape_of(projections, count, x.tokens, x.planes()), cut.table_rows)),
       parts_(parts),
       token_blocks_(ceil_div(x.tokens, blocking_.tokens)),
       k_parts_(cut.k_parts) {
@@ -169,7 +188,6 @@ Product::Product(const KernelTable& table, const QuantizedTokens& x, const Proje
   for (int64_t i = 0; i < count; ++i) {
     row_blocks_ += projections[i].weight->row_blocks;
     most_block_rows_ = std::max(most_block_rows_, projections[i].weight->block_rows);
-    all_finished_ = all_finished_ && finishes(*projections[i].weight);
   }
   if (blocking_.even_rows)
     blocking_.rows =
@@ -180,29 +198,24 @@ Product::Product(const KernelTable& table, const QuantizedTokens& x, const Proje
 ClaimRule Product::claim() const {
   if (finer_) return {1, std::max(k_parts_, token_blocks_), blocking_.claim_parts};
   if (blocking_.even_rows) {
-    const int64_t part = even_part(row_blocks_, blocks_at_once(most_block_rows_, all_finished_));
+    const int64_t part = even_part(row_blocks_, blocks_at_once(most_block_rows_));
     return {part, part, blocking_.claim_parts};
   }
   const int64_t across = blocking_.tokens_outermost ? 1 : token_blocks_;
-  const int64_t most = blocks_at_once(most_block_rows_, all_finished_) * across;
+  const int64_t most = blocks_at_once(most_block_rows_) * across;
   const int64_t least = std::min(blocking_.least_rows / most_block_rows_, row_blocks_) * across;
   return {std::max<int64_t>(least, 1), std::max(least, most), blocking_.claim_parts};
 }
 
-bool Product::finishes(const Weight& weight) const {
-  return blocking_.finishes_sums && weight.format != WeightFormat::kCanonical;
-}
-
-int64_t Product::blocks_at_once(int64_t block_rows, bool finished) const {
-  const int64_t rows =
-      finished ? blocking_.rows : std::min(blocking_.rows, blocking_.sums / block_tokens_);
-  const int64_t blocks = std::max<int64_t>(1, rows / block_rows);
-  const int64_t multiple = block_rows == 1 ? blocking_.row_multiple : 1;
-  return blocks < multiple ? blocks : blocks / multiple * multiple;
+int64_t Product::blocks_at_once(int64_t block_rows) const {
+  const int64_t rows = blocking_.finishes_sums
+                           ? blocking_.rows
+                           : std::min(blocking_.rows, blocking_.sums / block_tokens_);
+  return std::max<int64_t>(1, rows / block_rows);
 }
 
 int64_t Product::row_blocks_at_once(const Weight& weight) const {
-  const int64_t most = blocks_at_once(weight.block_rows, finishes(weight));
+  const int64_t most = blocks_at_once(weight.block_rows);
   return blocking_.even_rows ? even_part(weight.row_blocks, most) : most;
 }
 
@@ -458,15 +471,9 @@ struct OneStage {
 
 void multiply(const KernelTable& table, const QuantizedTokens& x, const Projection* projections,
               int64_t count) {
-  ProductShape shape{x.tokens, x.k, 0, 1, projections[0].grouped(), false, x.planes() == 1};
+  const ProductShape shape = shape_of(projections, count, x.tokens, x.planes());
   int64_t macs = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const Weight& w = *projections[i].weight;
-    macs += w.n_rows * x.k * x.tokens;
-    shape.row_blocks += w.row_blocks;
-    shape.block_rows = std::max(shape.block_rows, w.block_rows);
-    if (!projections[i].takes_tables()) shape.tables = false;
-  }
+  for (int64_t i = 0; i < count; ++i) macs += projections[i].weight->n_rows * x.k * x.tokens;
   const int64_t threads = partitions_for(StagedExecutor::kMaxPartitions, macs, kMinMacs);
   const Product product(table, x, projections, count, cut_for(table, shape, threads));
   if (product.units() == 0) return;

@@ -34,6 +34,10 @@ struct Projection {
   bool takes_tables() const;
 };
 
+// Whether these products read their tokens as rows: one of them has scales of groups, whose sums
+// are taken of rows, or canonical weights.
+bool reads_rows(const Projection* projections, int64_t count);
+
 // A contiguous result [tokens, n_rows] of `type`.
 Projection make_projection(const Weight& weight, const float* scale, int64_t scale_count,
                            DType type, void* out);
@@ -55,9 +59,13 @@ struct ProductShape {
   int64_t tokens, k;
   int64_t row_blocks, block_rows;  // of all projections
   bool grouped;                    // has group scales
-  bool splits_k;                   // K may be cut: the caller provides PartSums
-  bool tables = false;             // may be made by tables of sums: takes_tables(), one plane
+  bool row_major;                  // reads_rows() of the projections
+  bool tables;                     // may be made by tables of sums: takes_tables(), one plane
+  bool splits_k = false;           // K may be cut: the caller provides PartSums
 };
+
+// Of so many tokens of `planes` planes.
+ProductShape shape_of(const Projection* projections, int64_t count, int64_t tokens, int64_t planes);
 
 // The coarsest cut that has enough units for all threads to end together. Blocks get fewer tokens
 // first; then K is cut.
@@ -95,9 +103,7 @@ class Product {
   const void* weights_of(int64_t unit) const;
 
  private:
-  // Whether the kernel itself scales and stores, so that no sums are kept.
-  bool finishes(const Weight& weight) const;
-  int64_t blocks_at_once(int64_t block_rows, bool finished) const;
+  int64_t blocks_at_once(int64_t block_rows) const;
   int64_t row_blocks_at_once(const Weight& weight) const;
   void run_rows_outermost(const Projection& p, int64_t begin, int64_t end) const;
   void run_tokens_outermost(int64_t begin, int64_t end) const;
@@ -123,7 +129,7 @@ class Product {
   ProductBlocking blocking_;
   PartSums parts_;
   int64_t row_blocks_ = 0, most_block_rows_ = 1;
-  bool all_finished_ = true, finer_;     // finer_: units of a finer cut, taken singly
+  bool finer_;                           // units of a finer cut, taken singly
   int64_t token_blocks_, block_tokens_;  // nearly equal, so that more tokens never cost less
   int64_t k_parts_;
 };

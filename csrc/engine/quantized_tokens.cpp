@@ -13,12 +13,12 @@ namespace {
 
 // A view with its arrays in `memory`.
 QuantizedTokens carve(BumpAllocator& memory, const KernelTable& table, int64_t tokens, int64_t k,
-                      int64_t group, ActivationFormat format) {
+                      int64_t group, ActivationFormat format, bool row_major) {
   const int64_t padded = layout::padded_k(k);
   const int64_t groups = group == 0 ? 0 : tokens * groups_for(k, group);
   QuantizedTokens view{tokens, k, padded,
                        // sums over groups are taken of rows as they lie
-                       group != 0 ? 0 : table.product_blocking(tokens, k).token_tile,
+                       row_major || group != 0 ? 0 : table.product_blocking(tokens, k).token_tile,
                        memory.take<int8_t>(tokens * planes_of(format) * padded),
                        memory.take<int32_t>(tokens), memory.take<float>(tokens),
                        group == 0 ? nullptr : memory.take<int32_t>(groups), format};
@@ -31,14 +31,14 @@ QuantizedTokens carve(BumpAllocator& memory, const KernelTable& table, int64_t t
 
 // One block for all arrays: a small op spends more on asking for memory than on filling it.
 TokenBuffer::TokenBuffer(const KernelTable& table, int64_t tokens, int64_t k, int64_t group,
-                         ActivationFormat format)
+                         ActivationFormat format, bool row_major)
     : memory_([&] {
         BumpAllocator counted(nullptr);
-        carve(counted, table, tokens, k, group, format);
+        carve(counted, table, tokens, k, group, format, row_major);
         return counted.used();
       }()) {
   BumpAllocator memory(memory_.get());
-  view_ = carve(memory, table, tokens, k, group, format);
+  view_ = carve(memory, table, tokens, k, group, format, row_major);
 }
 
 void TokenBuffer::quantize(const KernelTable& table, const void* x, DType type) {

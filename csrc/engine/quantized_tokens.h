@@ -79,12 +79,12 @@ struct QuantizedTokens {
   void quantize_groups(const KernelTable& table, const float* x, int64_t m) const;
 };
 
-// With memory of their own, in the order that `table` asks for.  group: 0 where nobody needs
-// groups.
+// With memory of their own, in the order that `table` asks for, or row-major where canonical
+// weights read them (reads_rows of engine/product.h).  group: 0 where nobody needs groups.
 class TokenBuffer {
  public:
   TokenBuffer(const KernelTable& table, int64_t tokens, int64_t k, int64_t group = 0,
-              ActivationFormat format = ActivationFormat::kInt8);
+              ActivationFormat format = ActivationFormat::kInt8, bool row_major = false);
   const QuantizedTokens& view() const { return view_; }
 
   // Every token of a contiguous [tokens, k] of `type`.

@@ -23,6 +23,9 @@ struct Weight {
   int64_t block_bytes;  // of a whole row block
   int64_t k_steps;      // CPU-specific layouts: k-steps of a row block
 
+  // Whether products read tokens in row-major order alone.
+  bool reads_rows() const { return format == WeightFormat::kCanonical; }
+
   // Of the whole matrix: a CPU-specific layout has whole row blocks, canonical rows end with the
   // last.
   int64_t bytes() const {

@@ -83,7 +83,6 @@ struct ProductBlocking {
   int64_t rows = 512;             // likewise, rounded to whole row blocks, at least one
   int64_t sums = 64 * 80;         // likewise: tokens * rows, so that they stay in L1
   int64_t least_rows = 0;         // that a thread claims, as far as there are so many
-  int64_t row_multiple = 1;       // canonical rows that are multiplied together
   int64_t claim_parts = 8;        // a claim takes one in so many of the units that are left
   int64_t token_tile = 0;         // 0: row-major; else tokens of a tile, 64 codes of each in turn
   int64_t token_multiple = 1;     // tokens of a block are a multiple of so many, but for the last
@@ -287,8 +286,7 @@ struct KernelTable {
   // ---- integer core -------------------------------------------------------------------------
   // out[m * out_stride + n] = sum_k (code[n][k] - 1) * x[m][k] for n in [row_begin, row_end).
   // weight: canonical layout, row n at weight + n * row_bytes.  x: int8, row m at x + m * x_stride,
-  // readable for 4 * row_bytes elements with zeros past K; x_stride 64, which no row has, says that
-  // tokens are in tiles, as product_blocking may ask for.  x_sum[m] = sum_k x[m][k].  Row
+  // readable for 4 * row_bytes elements with zeros past K.  x_sum[m] = sum_k x[m][k].  Row
   // row_begin is written at out[0] (prefetch_bytes as in TileJob), so a caller passes out for its
   // own range. Bound: |sum of code * x| <= 3 * 128 * K < 2^31 for K <= 5.5e6 whatever the bytes
   // are.
@@ -330,7 +328,7 @@ struct KernelTable {
                         int32_t* sum);
   // Finishes a block of a product: scales, adds a bias, rounds, stores.
   void (*store_block)(const EpilogueJob& job);
-  // How products of k features cut their work for so many tokens, in whatever format weights are.
+  // How products of tiles and k features cut their work for so many tokens.
   ProductBlocking (*product_blocking)(int64_t tokens, int64_t k);
   // Likewise of `rows` rows in tiles, with scales of groups or without, by tables of sums;
   // scratch_bytes 0: not by tables.

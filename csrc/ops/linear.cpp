@@ -38,15 +38,16 @@ Tensor ternary_matmul(const Check& check, const Weight& weight, const Tensor& x_
   const bool scaled = wants_float(check, x_scale, weight_scale, tokens, weight.n_rows);
   const Tensor x = as_contiguous(x_in);
   const KernelTable& table = kernels();
-  TokenBuffer rows(table, tokens, weight.k);
-  rows.copy_quantized(table, data<int8_t>(x), scaled ? data<float>(*x_scale) : nullptr);
+  TokenBuffer buffer(table, tokens, weight.k, 0, engine::ActivationFormat::kInt8,
+                     weight.reads_rows());
+  buffer.copy_quantized(table, data<int8_t>(x), scaled ? data<float>(*x_scale) : nullptr);
   Tensor out = empty(out_shape, scaled ? ScalarType::Float : ScalarType::Int);
   void* memory = out.mutable_data_ptr();
   const Projection projection =
       scaled ? engine::make_projection(weight, data<float>(*weight_scale), weight_scale->numel(),
                                        DType::kF32, memory)
              : engine::make_sums(weight, static_cast<int32_t*>(memory));
-  engine::multiply(table, rows.view(), &projection, 1);
+  engine::multiply(table, buffer.view(), &projection, 1);
   return out;
 }
 
@@ -74,9 +75,9 @@ std::tuple<Tensor, Tensor> quantize_activations(const Tensor& x_in, std::string 
   Shape scales = shape;
   scales.back() = engine::groups_for(k, group_size);
   Tensor scale = empty(scales, ScalarType::Float);
-  TokenBuffer rows(kernels(), rows_of(shape), k, group_size, format);
-  rows.quantize(kernels(), x.const_data_ptr(), dtype_of(x));
-  const engine::QuantizedTokens& from = rows.view();
+  TokenBuffer tokens(kernels(), rows_of(shape), k, group_size, format);
+  tokens.quantize(kernels(), x.const_data_ptr(), dtype_of(x));
+  const engine::QuantizedTokens& from = tokens.view();
   if (wide) {
     from.copy_codes(mutable_data<int16_t>(q), mutable_data<float>(scale));
   } else {
@@ -123,7 +124,7 @@ Tensor linear(const Tensor& x_in, const Tensor& weight, const Tensor& weight_sca
 
   const Tensor x = as_contiguous(x_in);
   const KernelTable& table = kernels();
-  TokenBuffer tokens(table, rows_of(shape), w.k, projection.group(), format);
+  TokenBuffer tokens(table, rows_of(shape), w.k, projection.group(), format, w.reads_rows());
   tokens.quantize(table, x.const_data_ptr(), dtype_of(x));
   shape.back() = w.n_rows;
   Tensor out = empty(shape, x.scalar_type());

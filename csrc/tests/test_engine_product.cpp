@@ -55,8 +55,10 @@ struct Tokens {
   std::vector<float> scales;
   TokenBuffer buffer;
 
-  Tokens(Random& random, const KernelTable& table, int64_t tokens, int64_t k)
-      : buffer(table, tokens, k) {
+  // row_major: canonical weights read them
+  Tokens(Random& random, const KernelTable& table, int64_t tokens, int64_t k,
+         bool row_major = false)
+      : buffer(table, tokens, k, 0, engine::ActivationFormat::kInt8, row_major) {
     std::vector<float> x(at(tokens * k));
     for (float& v : x) v = random.unit();
     buffer.quantize(table, x.data(), DType::kF32);
@@ -251,7 +253,8 @@ void cuts_for_threads(const KernelTable& table) {
   const int64_t row_blocks = layout.row_blocks(kRows, table.tile_lanes);
   const auto cut_of = [&](int64_t tokens, bool splits_k, int64_t threads) {
     const int64_t rows = layout.block_rows(table.tile_lanes);
-    return engine::cut_for(table, {tokens, kWide, row_blocks, rows, false, splits_k}, threads);
+    return engine::cut_for(table, {tokens, kWide, row_blocks, rows, false, false, false, splits_k},
+                           threads);
   };
   for (const int64_t tokens : {1, 16, 128, 512}) {
     const int64_t most = table.product_blocking(tokens, kWide).tokens;
@@ -278,7 +281,7 @@ void check_table(const KernelTable& table, int64_t n, int64_t k, int64_t tokens)
     begin_case("%s format %d, %dx%d, %d tokens", table.name, static_cast<int>(format),
                static_cast<int>(n), static_cast<int>(k), static_cast<int>(tokens));
     const Matrix w(random, table, format, n, k);
-    const Tokens x(random, table, tokens, k);
+    const Tokens x(random, table, tokens, k, w.weight.reads_rows());
     check_sums(w, x, table, random);
     for (const int64_t step : {0, 1}) {
       const Projection p{&w.weight, scales.data(), step, step == 0 ? nullptr : bias.data(), {}};
@@ -332,21 +335,6 @@ void tokens_in_tiles() {
     tiled_gemm(job, scalar_table().tile_gemm);
     scalar_table().store_block(epilogue);
   };
-  table.ternary_gemm = [](const uint8_t* weight, int64_t row_bytes, int64_t begin, int64_t end,
-                          const int8_t* x, int64_t x_stride, const int32_t* x_sum, int64_t tokens,
-                          int32_t* out, int64_t out_stride, int64_t ahead) {
-    for (int64_t m = 0; m < tokens; m += kTile) {  // rows of these tokens, as tiled_gemm has them
-      const int64_t padded = row_bytes * 4, count = std::min(kTile, tokens - m);
-      std::vector<int8_t> rows(at(count * padded));
-      for (int64_t i = 0; i < count * padded; ++i) {
-        const int64_t token = i / padded, at_k = i % padded;
-        rows[at(i)] = x[m * padded + token * x_stride + at_k / kTokenStep * count * kTokenStep +
-                        at_k % kTokenStep];
-      }
-      scalar_table().ternary_gemm(weight, row_bytes, begin, end, rows.data(), padded, x_sum + m,
-                                  count, out + m * out_stride, out_stride, ahead);
-    }
-  };
   for (const int64_t tokens : {1, 31, 32, 33, 64, 65, 100}) {
     tiled_k = 300;
     check_table(table, 70, tiled_k, tokens);
@@ -370,7 +358,7 @@ void on_threads(const KernelTable& table) {
   const Matrix q(random, table, WeightFormat::kTwoBit, 500, k);
   const Matrix v(random, table, WeightFormat::kBase3, 130, k);
   const Matrix c(random, table, WeightFormat::kCanonical, 77, k);
-  const Tokens x(random, table, tokens, k);
+  const Tokens x(random, table, tokens, k, true);
   const float scale = 0.5f;
   for (const int64_t threads : {1, 2, 3, 7}) {
     begin_case("%s, %d threads", table.name, static_cast<int>(threads));

@@ -41,8 +41,8 @@ void use_measured() {
 ProductCut cut_of(const KernelTable& table, int64_t tokens, int64_t rows, bool tables = true,
                   int64_t threads = 1) {
   const int64_t block_rows = 4 * table.tile_lanes;
-  return engine::cut_for(table, {tokens, kK, rows / block_rows, block_rows, false, true, tables},
-                         threads);
+  return engine::cut_for(
+      table, {tokens, kK, rows / block_rows, block_rows, false, false, tables, true}, threads);
 }
 
 // The first test, so nothing else has measured.

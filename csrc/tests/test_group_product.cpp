@@ -174,13 +174,7 @@ void check_product(const KernelTable& table, const Matrix& w, const engine::Grou
                  {way.kind, way.type, out.data(), w.n * 4},
                  scales};
     // by tables of sums where rows and tokens are enough
-    const engine::ProductShape shape{tokens,
-                                     w.k,
-                                     w.weight.row_blocks,
-                                     w.weight.block_rows,
-                                     true,
-                                     false,
-                                     p.takes_tables() && buffer.view().planes() == 1};
+    const engine::ProductShape shape = engine::shape_of(&p, 1, tokens, buffer.view().planes());
     const Product product(table, buffer.view(), &p, 1, engine::cut_for(table, shape, 1));
     const int64_t middle = product.units() / 3;
     product.run(middle, product.units());

@@ -190,7 +190,8 @@ void check(const KernelTable& table, const Data& data, const Matrix& w, Kind kin
              static_cast<int>(data.k), static_cast<int>(tokens), static_cast<int>(first));
   const bool grouped = kind == Kind::kGroups64 || kind == Kind::kGroups128;
   const std::size_t size = kind == Kind::kGroups128 ? 1 : 0;
-  TokenBuffer buffer(table, tokens, data.k, grouped ? kGroups[size] : 0);
+  TokenBuffer buffer(table, tokens, data.k, grouped ? kGroups[size] : 0,
+                     engine::ActivationFormat::kInt8, w.weight.reads_rows());
   const std::vector<float> ones(at(tokens), 1.0f);
   buffer.copy_quantized(table, data.x.data() + first * data.k, ones.data());
   if (grouped) {

@@ -78,7 +78,7 @@ class Products final : public StageWork {
   ActivationFormat format_;
   int count_ = 0;
   const ActivationSparsity* sparsity_;
-  bool own_norms_, grouped_, any_side_ = false;
+  bool own_norms_, grouped_, row_major_ = false, any_side_ = false;
   bool lists_ = false;  // whether the codes of the one token that are not 0 are listed
   Part parts_[StageInput::kMost];
   Projection projections_[StageInput::kMost];
@@ -89,23 +89,6 @@ bool has_side(const Step& step, const Linear& linear) {
   return std::ranges::any_of(step.adapters.groups(), [&](const AdapterGroups::Group& group) {
     return linear.lora[static_cast<size_t>(group.adapter)].rank != 0;
   });
-}
-
-ProductCut cut_of(const PlanBuilder& plan, std::initializer_list<Target> targets, bool own_norms,
-                  bool grouped, int64_t planes) {
-  const Step& step = plan.step();
-  ProductShape shape{plan.rows().count, targets.begin()->linear->k, 0, 1, grouped, !grouped,
-                     planes == 1};
-  // products with inputs of their own are several, and their cells would have to be told apart
-  if (own_norms && targets.size() != 1) shape.splits_k = false;
-  for (const Target& target : targets) {
-    const Weight& w = target.linear->weight;
-    shape.row_blocks += w.row_blocks;
-    shape.block_rows = std::max(shape.block_rows, w.block_rows);
-    if (w.format == WeightFormat::kCanonical) shape.splits_k = false;
-    if (!target.linear->into({}).takes_tables()) shape.tables = false;
-  }
-  return cut_for(*step.table, shape, step.partitions);
 }
 
 Products::Products(PlanBuilder& plan, const RowSource* source, ActivationFormat format,
@@ -134,7 +117,11 @@ Products::Products(PlanBuilder& plan, const RowSource* source, ActivationFormat 
   }
   // threads that share tokens have no list of their own
   lists_ = step_.batch.tokens == 1 && rows_.count == 1 && parts_[0].linear->columns != nullptr;
-  cut_ = cut_of(plan, targets, own_norms_, grouped_, planes_of(format_));
+  ProductShape shape = shape_of(projections_, count_, rows_.count, planes_of(format_));
+  row_major_ = shape.row_major;
+  // products with inputs of their own are several, and their cells would have to be told apart
+  shape.splits_k = !row_major_ && (!own_norms_ || count_ == 1);
+  cut_ = cut_for(*step_.table, shape, step_.partitions);
   plan.need_parts(cut_);
 }
 
@@ -144,8 +131,7 @@ QuantizedTokens Products::tokens_of(const StageInput& from, int input) const {
   x.tokens = rows_.count;
   x.k = linear.k;
   x.padded_k = layout::padded_k(linear.k);
-  // sums over groups are taken of rows as they lie
-  x.tile = grouped_ ? 0 : step_.table->product_blocking(x.tokens, x.k).token_tile;
+  x.tile = row_major_ ? 0 : step_.table->product_blocking(x.tokens, x.k).token_tile;
   x.format = format_;
   if (grouped_) {
     x.group = linear.scaled.group();

@@ -47,8 +47,6 @@ inline __m256i add_pairs(__m256i acc, __m256i a, __m256i b) {
 // ---- tiles --------------------------------------------------------------------------------------
 
 constexpr int64_t kTilePanelFrom = 10;  // tokens from which decoding to memory pays
-constexpr int64_t kRowPanelFrom = 16;   // the same of canonical rows
-constexpr int64_t kRowPanelFlush = 32;  // canonical codes may be 3
 constexpr int kTileStreams = 2;         // tiles side by side for one token
 
 // 16 x int16: |pair| <= 2 * 128 * code, so codes up to 8 are safe for 16 k-steps (32768 is reached
@@ -227,11 +225,11 @@ inline F32x16 head4_float(Head4Acc acc, int32_t offset) {
 }
 
 BITNET_OVERRIDES(SumTables, kFlushSteps, kGemvStreams, Partial, dot, kDotInTwoSteps, widen,
-                 kRowPanelFrom, kRowPanelFlush, kTileStreams, tile_dot, TwoBit, TwoBitPlain,
-                 Base3Digits, Base3, kHeadStreams, kHead4Streams, kHeadPairRows, head_distance,
-                 kHead8Step, kHead8FlushSteps, kHead8Unroll, kHead8Rows, kHead8Tokens, kHead8Offset,
-                 Head8Weights, Head8Acc, head8_weights, head8_dot, head8_add, head8_sum,
-                 kHead4Tokens, Head4Acc, head4_block, tile_acc_sum, head4_float)
+                 kTileStreams, tile_dot, TwoBit, TwoBitPlain, Base3Digits, Base3, kHeadStreams,
+                 kHead4Streams, kHeadPairRows, head_distance, kHead8Step, kHead8FlushSteps,
+                 kHead8Unroll, kHead8Rows, kHead8Tokens, kHead8Offset, Head8Weights, Head8Acc,
+                 head8_weights, head8_dot, head8_add, head8_sum, kHead4Tokens, Head4Acc,
+                 head4_block, tile_acc_sum, head4_float)
 
 }  // namespace
 }  // namespace bitnet::BITNET_ISA

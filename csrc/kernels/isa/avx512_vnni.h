@@ -111,8 +111,7 @@ constexpr int64_t kTileLanes = 16;
 constexpr int kTileAccs = 24, kPanelAccs = 24;       // 2 bit x 6 tokens, of 32 registers
 constexpr int kTwoBitUnroll = 4, kTwoBitTokens = 5;  // 16 parts hide the latency of the dot
 constexpr int kBase3Unroll = 2, kBase3Tokens = 4, kBase3DigitsTokens = 4;
-constexpr int64_t kTwoBitPanelFrom = 32, kBase3PanelFrom = 24, kRowPanelFrom = 32;
-constexpr int64_t kRowPanelFlush = int64_t{1} << 30;
+constexpr int64_t kTwoBitPanelFrom = 32, kBase3PanelFrom = 24;
 constexpr int64_t kVnniPanelSteps = 128;
 
 using TileStep = __m512i;
@@ -407,14 +406,14 @@ BITNET_OVERRIDES(kStepBlocks, kFlushSteps, kGemvRows, kGemvStreams, kTileRows, k
                  Codes, Activations, Partial, Acc, load_raw, load_raw_tail, codes, load_x,
                  load_x_tail, kDotInTwoSteps, dot, widen, reduce, prefetch, prefetch_l2,
                  sum_i8_vector, LineXor, xor_line, reduce_lines, kTileLanes, kTileAccs, kPanelAccs,
-                 kRowPanelFrom, kRowPanelFlush, TileStep, TileCodes, TileX, TileAcc, TileSum,
-                 SumTables, load_step, store_step, broadcast_x, zip_lines, list_step, tile_dot,
-                 load_sum, store_sum, set1_sum, add_sum, sub_sum, TileFloats, floats_of,
-                 load_floats, store_floats, set1_floats, mul_floats, fma_floats, times_256,
-                 kCacheStep, CacheKeys, CacheQuery, CacheDot, cache_keys, cache_query, cache_dot,
-                 reduce_dots, kCacheAccs, CacheValues, CacheWeights, CacheSum, cache_values,
-                 cache_weights, cache_sum, store_cache_sums, kQuadTiles, kQuadHalves, kQuadOffset,
-                 QuadWords, QuadFactor, QuadSums, quad_words, quad_factor, quad_add, store_quads)
+                 TileStep, TileCodes, TileX, TileAcc, TileSum, SumTables, load_step, store_step,
+                 broadcast_x, zip_lines, list_step, tile_dot, load_sum, store_sum, set1_sum,
+                 add_sum, sub_sum, TileFloats, floats_of, load_floats, store_floats, set1_floats,
+                 mul_floats, fma_floats, times_256, kCacheStep, CacheKeys, CacheQuery, CacheDot,
+                 cache_keys, cache_query, cache_dot, reduce_dots, kCacheAccs, CacheValues,
+                 CacheWeights, CacheSum, cache_values, cache_weights, cache_sum, store_cache_sums,
+                 kQuadTiles, kQuadHalves, kQuadOffset, QuadWords, QuadFactor, QuadSums, quad_words,
+                 quad_factor, quad_add, store_quads)
 #if !defined(BITNET_EMULATE)
 BITNET_OVERRIDES(pin, renew)
 #endif

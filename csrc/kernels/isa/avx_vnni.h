@@ -37,8 +37,7 @@ inline __m256i add_pairs(__m256i acc, __m256i a, __m256i b) {
 constexpr int kTwoBitUnroll = 2, kTwoBitTokens = 6;  // 10 parts hide the latency of the dot
 constexpr int kTokensOfTwoSets = 3;
 constexpr int kBase3Unroll = 1, kBase3Tokens = 3, kBase3DigitsTokens = 3;
-constexpr int64_t kTwoBitPanelFrom = 0, kBase3PanelFrom = 8, kRowPanelFrom = 16;
-constexpr int64_t kRowPanelFlush = int64_t{1} << 30;
+constexpr int64_t kTwoBitPanelFrom = 0, kBase3PanelFrom = 8;
 constexpr int64_t kVnniPanelSteps = 64;
 inline TileAcc tile_dot(TileAcc p, TileCodes c, TileX x) {
 #if defined(BITNET_EMULATE) || defined(BITNET_EMULATE_DOTS)
@@ -160,11 +159,10 @@ inline F32x16 head4_float(const Head4Acc& acc, int32_t offset) {
 }
 
 BITNET_OVERRIDES(SumTables, kFlushSteps, kGemvStreams, Partial, kDotInTwoSteps, dot, widen,
-                 kTokensOfTwoSets, kRowPanelFrom, kRowPanelFlush, tile_dot, kHeadStreams,
-                 kHead4Streams, kHeadPairRows, head_distance, kHead8Step, kHead8FlushSteps,
-                 kHead8Unroll, kHead8Rows, kHead8Tokens, kHead8Offset, Head8Weights, Head8Acc,
-                 head8_weights, head8_dot, head8_add, head8_sum, HeadBytes, kHead4Tokens, Head4Acc,
-                 head4_block, head4_float)
+                 kTokensOfTwoSets, tile_dot, kHeadStreams, kHead4Streams, kHeadPairRows,
+                 head_distance, kHead8Step, kHead8FlushSteps, kHead8Unroll, kHead8Rows,
+                 kHead8Tokens, kHead8Offset, Head8Weights, Head8Acc, head8_weights, head8_dot,
+                 head8_add, head8_sum, HeadBytes, kHead4Tokens, Head4Acc, head4_block, head4_float)
 
 }  // namespace
 }  // namespace bitnet::BITNET_ISA

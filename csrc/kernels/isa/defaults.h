@@ -271,9 +271,7 @@ constexpr int64_t kTileLanes = 8;
 constexpr int kTileAccs = 8, kPanelAccs = 8;
 constexpr bool kFewRegisters = false;  // tokens are broadcast one at a time
 constexpr int kTokensOfTwoSets = 0;    // so few tokens in two passes have two sets of sums
-constexpr int64_t kRowPanelFlush = int64_t{1} << 30;
-constexpr int64_t kRowPanelFrom = 0;  // never transpose canonical rows
-constexpr int kTileStreams = 0;       // one tile after the other, sums in registers
+constexpr int kTileStreams = 0;        // one tile after the other, sums in registers
 
 struct TileStep {
   uint8_t byte[32];

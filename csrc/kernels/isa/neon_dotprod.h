@@ -76,7 +76,6 @@ inline void renew(T&) {}  // needless: sdot adds into its accumulator
 
 constexpr int64_t kTileLanes = 4;
 constexpr int kTileAccs = 24, kPanelAccs = 24;
-constexpr int64_t kRowPanelFrom = 0, kRowPanelFlush = 1;  // never transpose canonical rows
 constexpr int kTileStreams = 0;  // one tile after the other, sums in registers
 
 using TileStep = uint8x16_t;
@@ -394,19 +393,19 @@ inline F32x16 head4_float(const Head4Acc& acc, int32_t offset) {
 BITNET_OVERRIDES(kStepBlocks, kFlushSteps, kGemvRows, kGemvStreams, kTileRows, kTileTokens, Raw,
                  Codes, Activations, Partial, Acc, load_raw, load_raw_tail, codes, load_x,
                  load_x_tail, kDotInTwoSteps, dot, widen, reduce, prefetch, prefetch_l2, pin, renew,
-                 kTileLanes, kTileAccs, kPanelAccs, kRowPanelFrom, kRowPanelFlush, kTileStreams,
-                 TileStep, TileCodes, TileX, TileAcc, TileSum, load_step, store_step, broadcast_x,
-                 zip_lines, tile_dot, load_sum, store_sum, set1_sum, add_sum, sub_sum, TileFloats,
-                 floats_of, load_floats, store_floats, set1_floats, mul_floats, fma_floats,
-                 times_256, TwoBit, TwoBitPlain, Base3, Base3Digits, sum_i8_vector, LineXor,
-                 xor_line, reduce_lines, kCacheStep, CacheKeys, CacheQuery, CacheDot, cache_keys,
-                 cache_query, cache_dot, reduce_dots, kCacheAccs, CacheValues, CacheWeights,
-                 CacheSum, cache_values, cache_weights, cache_sum, store_cache_sums, kQuadTiles,
-                 kQuadHalves, QuadWords, QuadSums, QuadFactor, quad_words, quad_factor, quad_add,
-                 store_quads, kHeadStreams, kHead4Streams, kHeadPairRows, head_distance, kHead8Step,
-                 kHead8FlushSteps, kHead8Unroll, kHead8Rows, kHead8Tokens, kHead8Offset,
-                 Head8Weights, Head8Acc, head8_weights, head8_dot, head8_add, head8_sum, HeadBytes,
-                 kHead4Tokens, Head4Acc, head4_block, store_i16, head4_float)
+                 kTileLanes, kTileAccs, kPanelAccs, kTileStreams, TileStep, TileCodes, TileX,
+                 TileAcc, TileSum, load_step, store_step, broadcast_x, zip_lines, tile_dot,
+                 load_sum, store_sum, set1_sum, add_sum, sub_sum, TileFloats, floats_of,
+                 load_floats, store_floats, set1_floats, mul_floats, fma_floats, times_256, TwoBit,
+                 TwoBitPlain, Base3, Base3Digits, sum_i8_vector, LineXor, xor_line, reduce_lines,
+                 kCacheStep, CacheKeys, CacheQuery, CacheDot, cache_keys, cache_query, cache_dot,
+                 reduce_dots, kCacheAccs, CacheValues, CacheWeights, CacheSum, cache_values,
+                 cache_weights, cache_sum, store_cache_sums, kQuadTiles, kQuadHalves, QuadWords,
+                 QuadSums, QuadFactor, quad_words, quad_factor, quad_add, store_quads, kHeadStreams,
+                 kHead4Streams, kHeadPairRows, head_distance, kHead8Step, kHead8FlushSteps,
+                 kHead8Unroll, kHead8Rows, kHead8Tokens, kHead8Offset, Head8Weights, Head8Acc,
+                 head8_weights, head8_dot, head8_add, head8_sum, HeadBytes, kHead4Tokens, Head4Acc,
+                 head4_block, store_i16, head4_float)
 
 }  // namespace
 }  // namespace bitnet::BITNET_ISA

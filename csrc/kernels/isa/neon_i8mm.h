@@ -18,14 +18,6 @@ struct TokenPairs {
   }
   static X load(const int8_t* a, const int8_t* b) { return vcombine_s8(vld1_s8(a), vld1_s8(b)); }
   static X load(const int8_t* a) { return vcombine_s8(vld1_s8(a), vdup_n_s8(0)); }
-  // Eight bytes of two canonical rows, and field F of them.
-  static TileStep load_rows(const uint8_t* a, const uint8_t* b) {
-    return vcombine_u8(vld1_u8(a), vld1_u8(b));
-  }
-  template <int F>
-  static TileCodes row_codes(TileStep v) {
-    return vreinterpretq_u8_s8(field<F>(v));
-  }
   static TileAcc dot(TileAcc p, TileCodes c, X x) { return vusmmlaq_s32(p, c, x); }
   template <int I>
   static TileSum sum(TileAcc low, TileAcc high) {

@@ -8,11 +8,6 @@ void ternary_gemm(const uint8_t* weight, int64_t row_bytes, int64_t row_begin, i
                   int32_t* out, int64_t out_stride, int64_t prefetch_bytes) {
   const uint8_t* w = weight + row_begin * row_bytes;
   const int64_t rows = row_end - row_begin;
-  if constexpr (MatrixUnit::kFromTokens > 0) {
-    if (takes_rows<MatrixUnit>(row_bytes, x_stride, tokens))
-      return rows_matrix<MatrixUnit>(w, row_bytes, rows, x, x_stride, x_sum, tokens, out,
-                                     out_stride);
-  }
   if (tokens == 1) {
     if constexpr (kGemvStreams) {
       rows_in_streams<kGemvRows>(w, row_bytes, rows, x, *x_sum, prefetch_bytes, out);
@@ -22,23 +17,10 @@ void ternary_gemm(const uint8_t* weight, int64_t row_bytes, int64_t row_begin, i
     }
     return;
   }
-  int64_t n = 0;  // rows that are done
-  if constexpr (kRowPanelFrom > 0) {
-    if (tokens >= kRowPanelFrom && row_bytes >= kUnitBytes) {
-      n = rows / kPanelRows * kPanelRows;
-      rows_panel<CanonicalRows>(w, row_bytes, n, x, x_stride, x_sum, tokens, out, out_stride);
-    }
-  }
-  if constexpr (TokenPairs::kHere) {
-    n = rows / kPairRows * kPairRows;
-    rows_pairs<TokenPairs>(w, row_bytes, n, x, x_stride, x_sum, tokens, prefetch_bytes, out,
-                           out_stride);
-  }
-  if (n == rows) return;
   for (int64_t t = 0; t < tokens; t += kTokenBlock) {
     const int64_t count = tokens - t < kTokenBlock ? tokens - t : kTokenBlock;
-    token_block(w + n * row_bytes, row_bytes, rows - n, x + t * x_stride, x_stride, x_sum + t,
-                count, prefetch_bytes, out + t * out_stride + n, out_stride);
+    token_block(w, row_bytes, rows, x + t * x_stride, x_stride, x_sum + t, count, prefetch_bytes,
+                out + t * out_stride, out_stride);
   }
 }
 
@@ -156,10 +138,7 @@ ProductBlocking product_blocking([[maybe_unused]] int64_t tokens, [[maybe_unused
               .finishes_sums = true};
     }
   }
-  if constexpr (kRowPanelFrom > 0) {
-    if (tokens >= kRowPanelFrom) return {.least_rows = kPanelRows, .row_multiple = kPanelRows};
-  }
-  return {};
+  return {.least_rows = 4 * kTileLanes};
 }
 
 ProductBlocking table_blocking([[maybe_unused]] int64_t tokens, [[maybe_unused]] int64_t rows,

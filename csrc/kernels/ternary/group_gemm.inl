@@ -146,7 +146,7 @@ void tile_groups_panel(const GroupTile<S, kPlanes>& tile, int64_t tokens, Panel<
   for (int64_t g = 0, s = 0; s < job.k_steps; ++g, s += job.group_steps) {
     const int64_t left = job.k_steps - s, count = left < job.group_steps ? left : job.group_steps;
     fill_panel<D>(tile.w + s * kStepBytes, count, job.prefetch_bytes, panel);
-    add_panel_rows(panel, 0, count, true, tile.x + s * layout::kTileStepK, job.x_stride,
+    add_panel_rows(panel, count, true, tile.x + s * layout::kTileStepK, job.x_stride,
                    tokens * kPlanes);
     TileFloats scales[D::kFields];
     load_scales<D>(tile.scale + g * D::kFields * kTileLanes, scales);

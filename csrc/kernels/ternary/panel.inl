@@ -66,16 +66,16 @@ struct PanelPass {
       kPanelAccs / kFields < kMostTokens ? kPanelAccs / kFields : kMostTokens;
 };
 
-// Sums of `rows` rows of x and `count` k-steps of the panel from `from` on, which is x's first.
+// Sums of `rows` rows of x and the first `count` k-steps of the panel, with which x begins.
 template <class D>
-void add_panel_rows(Panel<D>& panel, int64_t from, int64_t count, bool first, const int8_t* x,
-                    int64_t x_stride, int64_t rows) {
+void add_panel_rows(Panel<D>& panel, int64_t count, bool first, const int8_t* x, int64_t x_stride,
+                    int64_t rows) {
   constexpr int kOnce = PanelPass<D>::kFields;
   for_token_groups<PanelPass<D>::kRows, kTokensTogether<D>>(rows, [&]<int R>(int64_t row) {
     const int8_t* at = x + row * x_stride;
-    add_panel<D, 0, kOnce, R>(panel.codes + from, count, first, at, x_stride, panel.sums + row);
+    add_panel<D, 0, kOnce, R>(panel.codes, count, first, at, x_stride, panel.sums + row);
     if constexpr (kOnce < D::kFields) {
-      add_panel<D, kOnce, D::kFields - kOnce, R>(panel.codes + from, count, first, at, x_stride,
+      add_panel<D, kOnce, D::kFields - kOnce, R>(panel.codes, count, first, at, x_stride,
                                                  panel.sums + row);
     }
   });
@@ -101,7 +101,7 @@ void tile_panel(const TileJob& job, int64_t tile, int64_t token, int64_t tokens,
   for (int64_t s = 0; s < job.k_steps; s += D::kPanelSteps) {
     const int64_t count = job.k_steps - s < D::kPanelSteps ? job.k_steps - s : D::kPanelSteps;
     fill_panel<D>(w + s * kStepBytes, count, job.prefetch_bytes, panel);
-    add_panel_rows(panel, 0, count, s == 0, x + s * layout::kTileStepK, job.x_stride, tokens);
+    add_panel_rows(panel, count, s == 0, x + s * layout::kTileStepK, job.x_stride, tokens);
   }
   int32_t* out = job.out + token * job.out_stride + tile * D::kFields * kTileLanes;
   for (int64_t t = 0; t < tokens; ++t) {
