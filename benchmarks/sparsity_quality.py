@@ -23,10 +23,11 @@ import torch.nn.functional as F
 import bitnet_ops
 from benchmarks import plots
 from bitnet_ops import ops
+from bitnet_ops.blocks.block import Line
+from bitnet_ops.blocks.mlp import kept_inputs
 from bitnet_ops.cli.terminal import print_result
 from bitnet_ops.config.sparsity import read_sparsity
-from bitnet_ops.models.composed import Composed, kept_inputs
-from bitnet_ops.models.listing import Line
+from bitnet_ops.models.composed import Composed
 from bitnet_ops.nn.kv_cache import KVCache
 
 POLICIES = (

@@ -19,7 +19,7 @@ from bitnet_ops.generate.scheduler import SchedulerOptions
 from bitnet_ops.generate.speculation import MOST_DRAFTS
 from bitnet_ops.models import Decoder
 from bitnet_ops.nn.kv_cache import KVCache
-from bitnet_ops.nn.kv_config import CacheCapacityError
+from bitnet_ops.nn.kv_config import CacheCapacityError, kept_of
 from bitnet_ops.nn.state_pool import MOST_KEPT_DRAFTS, slot_bytes
 from engine_schedules import Form, alone, run_schedule
 from hybrid_models import hybrid
@@ -99,9 +99,7 @@ def test_every_so_many_tokens_there_is_a_checkpoint(model: Decoder) -> None:
 
 
 def test_checkpoints_are_bounded_and_the_least_used_goes(model: Decoder) -> None:
-    delta_net = model.config.delta_net
-    assert delta_net is not None
-    two = 2 * slot_bytes(delta_net) / 2**20
+    two = 2 * slot_bytes(kept_of(model.config)) / 2**20
     engine = Engine(model, block_size=16, kv_cache_mb=40, prefix_cache_mb=two + 0.01)
     for i in range(5):
         reused(engine, [i + 1] * 50)
@@ -111,9 +109,7 @@ def test_checkpoints_are_bounded_and_the_least_used_goes(model: Decoder) -> None
 
 @pytest.mark.parametrize("asked", range(2))
 def test_requests_in_the_background_take_no_state_of_others(model: Decoder, asked: int) -> None:
-    delta_net = model.config.delta_net
-    assert delta_net is not None
-    two = 2 * slot_bytes(delta_net) / 2**20
+    two = 2 * slot_bytes(kept_of(model.config)) / 2**20
     engine = Engine(model, block_size=16, kv_cache_mb=40, prefix_cache_mb=two + 0.01)
     turns = [[i + 1] * 10 for i in range(2)]  # shorter than a block: one state each
     for turn in turns:

@@ -8,6 +8,7 @@ to give by itself, from plain lists.
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from bitnet_ops.generate.sampling import Sampler, SamplingParams, sample_rows
 from bitnet_ops.generate.scheduler import Scheduler, SchedulerOptions
 from bitnet_ops.models.step_batch import StepBatch
 from bitnet_ops.nn.blocks import BlockAllocator
+from tiny_models import SMALL, config_of
 
 VOCAB = 11
 POISON = -(10**6)
@@ -130,12 +132,11 @@ class FakeModel:
         logits: Callable[[Tensor], Tensor] | None = None,
         calls: Callable[[StepBatch], None] | None = None,
     ) -> None:
-        self.config: Any = SimpleNamespace(
+        self.config = dataclasses.replace(
+            config_of(SMALL["bitnet-offline"]),
             vocab_size=VOCAB,
             max_position_embeddings=max_positions,
-            kv_layers=1,
-            delta_net=None,
-            key_bounds=False,
+            num_hidden_layers=1,
             num_key_value_heads=1,
             head_dim=16,
         )

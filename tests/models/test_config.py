@@ -421,7 +421,7 @@ def test_a_hybrid_is_the_same_nested_and_flat() -> None:
     d = nested.delta_net
     assert d is not None and d.layers == (0, 1, 2, 4, 5, 6)
     assert (d.key_heads, d.value_heads, d.key_dim, d.value_dim, d.kernel) == (2, 6, 128, 128, 4)
-    assert d.channels == 2 * 256 + 768 and nested.kv_layers == 2
+    assert d.channels == 2 * 256 + 768
     assert nested.output_gate and nested.rotary_dim == 16 and nested.rope_theta == 1e7
     assert nested.family.norm_offset == 1 and nested.rotation is None
 

@@ -20,9 +20,11 @@ from torch import Tensor
 import hybrids
 import ops_delta
 from bitnet_ops import ops
-from bitnet_ops.config.hybrid import DeltaNet
+from bitnet_ops.blocks import attention, delta_net, mlp
+from bitnet_ops.blocks.block import Line
+from bitnet_ops.blocks.listing import kept_by
 from bitnet_ops.models import Decoder, composed, decoder
-from bitnet_ops.models.listing import Line
+from bitnet_ops.models.program import in_order
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch
 from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.kv_config import CacheCapacityError
@@ -189,7 +191,7 @@ def test_a_program_that_was_printed_binds_again(monkeypatch: pytest.MonkeyPatch)
     batch, pool = StepBatch.of([step], cache.pool.block_size), cache.pool
     with torch.inference_mode():
         logits = ops.model_step(
-            model._embed(batch.token_ids), handle, pool.caches(),
+            model._embed(batch.token_ids), handle, in_order(pool.caches()),
             batch.positions, batch.slot_mapping, batch.query_start_loc, batch.seq_lens,
             batch.block_table, batch.logit_rows, 321, None, pool.layout, batch.state_steps,
         )  # fmt: skip
@@ -324,7 +326,7 @@ MODULE_MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "delta from the undecayed state": (ops_delta, "correction", _undecayed),
     "decay after the update": (ops_delta, "followed", _decayed_after),
     "convolution without silu": (ops_delta, "convolved", _without_silu),
-    "rope on the whole head": (composed, "_turned", _turned_whole),
+    "rope on the whole head": (attention, "rotated", _turned_whole),
 }
 OP_MISTAKES: dict[str, dict[str, Any]] = {
     "no output gate": {"gated": _gate(lambda gate, up: up, "sigmoid")},
@@ -360,7 +362,7 @@ def test_the_comparison_sees_mistakes(mistake: str, monkeypatch: pytest.MonkeyPa
     if mistake in MODULE_MISTAKES:
         monkeypatch.setattr(*MODULE_MISTAKES[mistake])
     changed = {"delta_net": ops_delta.delta_net, **OP_MISTAKES.get(mistake, {})}
-    for module in (composed, decoder):
+    for module in (attention, delta_net, mlp, composed, decoder):
         monkeypatch.setattr(module, "ops", _Ops(**changed))
     model = exact_model(case)
     given = model(ids(2, TOKENS), cache_for(model))
@@ -368,8 +370,8 @@ def test_the_comparison_sees_mistakes(mistake: str, monkeypatch: pytest.MonkeyPa
     assert error < CLOSE if mistake == "none" else error > SEEN, error
 
 
-@pytest.mark.parametrize("state", [None, 0, 1], ids=["kept", "recurrent", "convolution"])
-def test_a_state_that_is_lost_between_steps_is_seen(state: int | None) -> None:
+@pytest.mark.parametrize("state", [None, "recurrent", "inputs"], ids=str)
+def test_a_state_that_is_lost_between_steps_is_seen(state: str | None) -> None:
     def lose(cache: KVCache) -> None:
         assert cache.pool.states is not None
         if state is not None:
@@ -384,9 +386,10 @@ def test_a_state_that_is_lost_between_steps_is_seen(state: int | None) -> None:
 
 
 def filled_pool(drafts: int = 3) -> StatePool:
-    pool = StatePool(DeltaNet((0, 1), 2, 4, 64, 64, 4), 4, drafts=drafts)
+    keys = {"key_heads": 2, "value_heads": 4, "key_dim": 64, "value_dim": 64, "kernel": 4}
+    pool = StatePool(kept_by(2 * [Line("delta_net", keys)]), 4, drafts=drafts)
     g = torch.Generator().manual_seed(4)
-    for tensor in pool.tensors:
+    for tensor in pool.tensors.values():
         tensor.copy_(torch.randn(tensor.shape, generator=g))
     return pool
 
@@ -394,11 +397,15 @@ def filled_pool(drafts: int = 3) -> StatePool:
 @pytest.mark.parametrize("drafts", [0, 2, 3])
 def test_a_slot_is_copied_and_stored_with_so_many_drafts(drafts: int) -> None:
     pool, twin = filled_pool(), filled_pool()
-    before = [tensor.clone() for tensor in pool.tensors]
+    before = [tensor.clone() for tensor in pool.tensors.values()]
     pool.copy(1, 3, drafts)
     twin.store(3, twin.stored(1, drafts))
     for ours, theirs, old, rows in zip(
-        pool.tensors, twin.tensors, before, (None, 3 + drafts, drafts), strict=True
+        pool.tensors.values(),
+        twin.tensors.values(),
+        before,
+        (None, 3 + drafts, drafts),
+        strict=True,
     ):
         assert_equal(ours, theirs)
         assert_equal(ours[:3], old[:3])
@@ -409,8 +416,9 @@ def test_a_slot_is_copied_and_stored_with_so_many_drafts(drafts: int) -> None:
 
 def test_released_slots_are_empty_and_their_neighbours_are_not() -> None:
     pool = filled_pool()
-    before = [tensor.clone() for tensor in pool.tensors]
+    before = [tensor.clone() for tensor in pool.tensors.values()]
     pool.release([1])
-    for ours, old in zip(pool.tensors, before, strict=True):
+    for ours, old in zip(pool.tensors.values(), before, strict=True):
         assert_equal(ours[[0, 2, 3]], old[[0, 2, 3]])
-    assert int((pool.tensors[0][1] == 0).sum()) * 4 > pool.tensors[0][1].nbytes - 2 * 4096
+    released = pool.tensors["recurrent"][1]
+    assert int((released == 0).sum()) * 4 > released.nbytes - 2 * 4096

@@ -81,7 +81,7 @@ def test_a_pool_that_grows_is_read_as_of_one_moment() -> None:
 
     def read() -> None:
         while not done.is_set():
-            seen.add(len({cache.shape[1] for cache in pool.caches()}))
+            seen.add(len({cache.shape[1] for cache in pool.caches().values()}))
 
     readers = [threading.Thread(target=read) for _ in range(2)]
     before = sys.getswitchinterval()

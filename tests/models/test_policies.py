@@ -21,7 +21,7 @@ from bitnet_ops.generate.engine import Engine, Finished, Limits, NewToken, Sched
 from bitnet_ops.models import Decoder
 from bitnet_ops.nn.blocks import PoolFullError
 from bitnet_ops.nn.kv_cache import KVCache
-from bitnet_ops.nn.kv_config import bytes_of_block
+from bitnet_ops.nn.kv_config import bytes_of_block, kept_of
 from engine_schedules import Form, run_schedule
 from tiny_models import SMALL, config_of, random_ids, tiny_model
 
@@ -107,7 +107,7 @@ SCHEDULES = 500 if os.environ.get("BITNET_CI_ALL") == "1" else 24
 
 def test_schedules(model: Decoder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Preemption, trims, prefixes in memory and on disk, drafts: no token changes."""
-    chooses = model.config.key_bounds
+    chooses = "key_bounds" in kept_of(model.config)
     form = Form(
         model.config.vocab_size,
         longest=220,

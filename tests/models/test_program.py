@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 import bitnet_ops
 from bitnet_ops import cli, ops
+from bitnet_ops.blocks.listing import listing
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.models import Decoder
-from bitnet_ops.models.listing import listing
 from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.linear import BitLinear
 from bitnet_ops.nn.storage import CPU_SPECIFIC, KV_TYPES

@@ -16,10 +16,10 @@ from torch import Tensor
 
 import bitnet_ops
 from bitnet_ops import _runtime, ops
+from bitnet_ops.blocks.block import Line
+from bitnet_ops.blocks.mlp import kept_inputs
 from bitnet_ops.config.sparsity import ActivationSparsityError, read_sparsity
 from bitnet_ops.models import Decoder
-from bitnet_ops.models.composed import kept_inputs
-from bitnet_ops.models.listing import Line
 from bitnet_ops.nn.columns import columns_of
 from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.linear import BitLinear

@@ -17,7 +17,6 @@ from bitnet_ops.dummy import model as dummy
 from bitnet_ops.dummy.configs import GROUPED
 from bitnet_ops.errors import install
 from bitnet_ops.models import expected_tensors
-from bitnet_ops.nn.state_pool import slot_bytes
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -152,8 +151,11 @@ def test_the_sizes_of_models_are_those_of_their_tensors() -> None:
                 file, memory = file + both, memory + both
             else:
                 file, memory = file + 2 * n * k, memory + n * k
-        cache = 2 * config.kv_layers * config.num_key_value_heads * config.head_dim * 2
-        states = 0 if config.delta_net is None else slot_bytes(config.delta_net)
+        d = config.delta_net
+        layers = config.num_hidden_layers - (0 if d is None else len(d.layers))
+        cache = 2 * layers * config.num_key_value_heads * config.head_dim * 2
+        state = 0 if d is None else d.values * d.key_dim + (d.kernel - 1) * d.channels
+        states = 4 * state * (config.num_hidden_layers - layers)
         assert float(file_gb) == pytest.approx(file / 1e9, abs=0.006 + file / 1e11), name
         memory += 4096 * cache + states + 5e8
         assert float(memory_gb) == pytest.approx(memory / 1e9, abs=0.06), name

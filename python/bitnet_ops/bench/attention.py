@@ -22,9 +22,10 @@ from bitnet_ops.bench.memory import Workspace
 from bitnet_ops.bench.pinning import use_threads
 from bitnet_ops.bench.report import Report, Row
 from bitnet_ops.bench.session import Progress, measured
+from bitnet_ops.blocks.block import PAGE
 from bitnet_ops.config.attention import AttentionPolicy, read_policies
 from bitnet_ops.errors import BitNetError
-from bitnet_ops.nn.kv_config import DEFAULT_BLOCK_SIZE, KV_DTYPES, PAGE, KVCacheConfig
+from bitnet_ops.nn.kv_config import DEFAULT_BLOCK_SIZE, KV_DTYPES, KVCacheConfig
 from bitnet_ops.nn.kv_pool import KVPool
 
 # heads, KV heads, size of a head

@@ -9,15 +9,17 @@ from typing import Any
 import torch
 
 from bitnet_ops.bench.harness import Timed
+from bitnet_ops.blocks.block import PAGE
+from bitnet_ops.blocks.listing import KINDS, listing
 from bitnet_ops.dummy import model as dummy
 from bitnet_ops.generate.engine import Engine, Limits
 from bitnet_ops.generate.scheduler import SchedulerOptions
 from bitnet_ops.language_model import load
 from bitnet_ops.nn.kv_cache import KVCache
-from bitnet_ops.nn.kv_config import KV_DTYPES
+from bitnet_ops.nn.kv_config import KV_DTYPES, bytes_of_block, kept_of
 from bitnet_ops.nn.packing import blocked_scales
 from bitnet_ops.nn.state_pool import slot_bytes
-from bitnet_ops.nn.storage import KV_TYPES, LAYOUTS
+from bitnet_ops.nn.storage import LAYOUTS
 
 _PROJECTIONS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -128,11 +130,8 @@ class BenchModel:
                 sizes["body"] += (
                     blocked_scales(module.packed) if module.group_size else scale
                 ).nbytes
-        c = self.config
-        # a key and a value, and the scale of each in an int8 cache
-        row = KV_TYPES[self.formats["kv"]].row_bytes(c.head_dim)
-        per_position = 2 * row * c.kv_layers * c.num_key_value_heads
-        states = 0 if c.delta_net is None else 2 * slot_bytes(c.delta_net)
+        per_position = bytes_of_block(self.config, PAGE, self.kv_dtype) // PAGE
+        states = 2 * slot_bytes(kept_of(self.config))
         return StepBytes(sizes["body"], sizes["head"], per_position, states)
 
     def macs_per_token(self) -> int:
@@ -140,8 +139,8 @@ class BenchModel:
 
         Those of the delta rule, in float32, count for as many as a unit does in the same time.
         """
-        d = self.config.delta_net
-        rule = 0 if d is None else 3 * d.value_heads * d.key_dim * d.value_dim * len(d.layers)
+        lines = listing(self.config).blocks
+        rule = sum(KINDS[line.kind].float_macs(line) for line in lines)
         products = sum(m.in_features * m.out_features for _, ms in self.projections() for m in ms)
         return products + INT8_PER_FLOAT * rule
 
@@ -155,12 +154,12 @@ class BenchModel:
     def cache(self, batch: int, context: int, room: int) -> KVCache:
         """A cache in which every sequence has `context` random positions."""
         cache = KVCache(self.config, batch, context + room, self.kv_dtype)
-        c = self.config
+        keys, layers = kept_of(self.config)["key"]
         # 64 random positions repeated: the values matter to nobody, the addresses do
-        some = torch.randn(64, c.num_key_value_heads, c.head_dim, generator=self._generator)
+        some = torch.randn(64, *keys.shape, generator=self._generator)
         repeats = -(-context // 64), 1, 1
         rows = some.bfloat16().repeat(repeats)[:context].expand(batch, -1, -1, -1)
-        for layer in range(c.kv_layers if context else 0):
+        for layer in range(layers if context else 0):
             cache.update(layer, rows, rows, 0)
         return cache
 

@@ -69,10 +69,10 @@ def _print_diff(args: argparse.Namespace) -> int:
 
 
 def _print_program(args: argparse.Namespace) -> int:
+    from bitnet_ops.blocks.listing import listing
     from bitnet_ops.config import ModelConfig
     from bitnet_ops.convert.inspect import open_source
     from bitnet_ops.loading.model_contents import completed_config
-    from bitnet_ops.models.listing import listing
     from bitnet_ops.nn.rotary import rotary
 
     contents = open_source(args.file)

@@ -53,18 +53,15 @@ class ModelConfig:
     `family`: the row of config/families.py that the model belongs to.
     `sub_norms`: RMSNorm on the attention output and on the MLP's product (the BitNet architecture),
     with `sub_norm_eps` (None: rms_norm_eps). `linear_norms`: RMSNorm on the input of each of the
-    seven projections, with `linear_norm_eps`. `qk_norm`: RMSNorm on every head of queries and keys
-    (Qwen3). `rope_scaling`: how rotary embedding is stretched to a long context, None: not at all.
-    `biases`: the projections of a layer that have one (Qwen2: q, k and v).
-    `post_norms`: RMSNorm on what attention and MLP give, before it is added (Gemma 3).
+    seven projections, with `linear_norm_eps`. `rope_scaling`: how rotary embedding is stretched to
+    a long context, None: not at all.
     `scalings`: constant factors, and what single layers do otherwise (config/scalings.py).
     `windows`: of every layer how many positions a token sees, itself included, 0: all before it;
     empty where that is so in every layer (config/windows.py).
     `delta_net`: the layers of Gated DeltaNet among those of attention, None: there are none.
-    `output_gate`: what attention gives is multiplied by sigmoid(gate); rows of q_proj are, head by
-    head, those of the query and those of the gate. `partial_rotary`: features of a head that rotary
-    embedding turns, the first ones; 0: all. `rotation`: matrices whose input is turned by a
-    Hadamard transform, None: none (config/hybrid.py).
+    `partial_rotary`: features of a head that rotary embedding turns, the first ones; 0: all.
+    `rotation`: matrices whose input is turned by a Hadamard transform, None: none
+    (config/hybrid.py).
     `policies`: of every layer which positions its tokens read, where whoever loads the model asks
     for fewer than it was trained with (config/attention.py); empty: nobody does. `sparsity`: which
     inputs of `down` are left out, likewise (config/sparsity.py); None: none.
@@ -91,15 +88,11 @@ class ModelConfig:
     sub_norm_eps: float | None = None
     linear_norms: bool = False
     linear_norm_eps: float = 1e-6
-    qk_norm: bool = False
     rope_scaling: RopeScaling | None = None
-    biases: tuple[str, ...] = ()
     embedding_only: bool = False
-    post_norms: bool = False
     scalings: Scalings = Scalings()
     windows: tuple[int, ...] = ()
     delta_net: DeltaNet | None = None
-    output_gate: bool = False
     partial_rotary: int = 0
     rotation: Rotation | None = None
     policies: tuple[AttentionPolicy | None, ...] = ()
@@ -112,14 +105,31 @@ class ModelConfig:
         return self.family.model_type
 
     @property
-    def rotary_dim(self) -> int:
-        return self.partial_rotary or self.head_dim
+    def qk_norm(self) -> bool:
+        """RMSNorm on every head of queries and keys (Qwen3)."""
+        return self.family.qk_norm
 
     @property
-    def kv_layers(self) -> int:
-        """Layers with keys and values: those with attention."""
-        linear = 0 if self.delta_net is None else len(self.delta_net.layers)
-        return self.num_hidden_layers - linear
+    def biases(self) -> tuple[str, ...]:
+        """The projections of a layer that have one (Qwen2: q, k and v)."""
+        return self.family.biases
+
+    @property
+    def post_norms(self) -> bool:
+        """RMSNorm on what attention and MLP give, before it is added (Gemma 3)."""
+        return self.family.post_norms
+
+    @property
+    def output_gate(self) -> bool:
+        """Whether what attention gives is multiplied by sigmoid(gate) (Qwen3.5).
+
+        Rows of q_proj are, head by head, those of the query and those of the gate.
+        """
+        return self.family.hybrid
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.partial_rotary or self.head_dim
 
     def is_delta_net(self, layer: int) -> bool:
         """Whether that layer is one of Gated DeltaNet."""
@@ -139,11 +149,6 @@ class ModelConfig:
         """Which positions a token of that layer reads, unless all or those of `window`."""
         return self.policies[layer] if self.policies else None
 
-    @property
-    def key_bounds(self) -> bool:
-        """Whether caches keep bounds of keys, since a layer chooses its pages by them."""
-        return any(policy is not None and policy.chooses for policy in self.policies)
-
     def with_attention(self, text: str) -> ModelConfig:
         """The same model under the policies of `text`. Raises AttentionPolicyError."""
         return replace(
@@ -155,17 +160,6 @@ class ModelConfig:
             return "has no attention (Gated DeltaNet)"
         window = self.window(layer)
         return f"has a window of its own ({window} positions)" if window else None
-
-    def unread(self, position: int) -> tuple[int, int]:
-        """Positions [begin, end) that no token from `position` on reads in any layer."""
-        own = [AttentionPolicy("window", (("window", w),)) if w else None for w in self.windows]
-        layers = [i for i in range(self.num_hidden_layers) if not self.is_delta_net(i)]
-        ranges = []
-        for i in layers:
-            policy = self.policy(i) or (own[i] if own else None)
-            ranges.append((0, 0) if policy is None else policy.unread(position))
-        begin, end = (max(r[0] for r in ranges), min(r[1] for r in ranges)) if ranges else (0, 0)
-        return begin, max(begin, end)
 
     @property
     def mlp_norm(self) -> str:
@@ -395,11 +389,9 @@ def _fields(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], 
         "max_position_embeddings": positions,
         "tie_word_embeddings": only_embeds or flag(config, "tie_word_embeddings", family.tied),
         "embedding_only": only_embeds,
-        "post_norms": family.post_norms,
         "scalings": scalings,
         "windows": windows,
         "delta_net": read_delta_net(config) if family.hybrid else None,
-        "output_gate": family.hybrid,
         "partial_rotary": 0 if rotary_dim == head_dim else rotary_dim,
         "rotation": read_rotation(found) if family.hybrid else None,
         "bos_token_id": bos[0] if bos else None,
@@ -433,8 +425,6 @@ def _norms_and_biases(config: Mapping[str, Any], family: Family) -> dict[str, An
         "sub_norm_eps": None if sub_eps is None else epsilon(found, "sub_norm_eps", 1e-6),
         "linear_norms": flag(found, "linear_norms", asked),
         "linear_norm_eps": epsilon(found, "linear_norm_eps", eps),
-        "qk_norm": family.qk_norm,
-        "biases": family.biases,
     }
 
 

@@ -43,6 +43,7 @@ PRESETS = {
     "dynamic": "dynamic:min_ratio=0.1,max_ratio=0.5,sinks=4",
 }
 POLICY_KEYS = tuple(dict.fromkeys(key for keys in KINDS.values() for key in keys))
+PAGE_KEYS = frozenset({"top_k", "threshold", "max_ratio"})  # of those that choose pages
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,6 @@ class AttentionPolicy:
 
     def get(self, key: str) -> Number:
         return dict(self.keys).get(key, 0)
-
-    @property
-    def chooses(self) -> bool:
-        """Whether its tokens choose pages by bounds of keys."""
-        return self.kind != "window"
 
     def unread(self, position: int) -> tuple[int, int]:
         """Positions [begin, end) that no token from `position` on reads; begin = end: none."""

@@ -23,6 +23,8 @@ from bitnet_ops.config.values import (
 from bitnet_ops.errors import printable
 
 FULL, LINEAR = "full_attention", "linear_attention"
+# tensors with the signs of a rotation: behind it the width of the input that they turn
+ROTATION = "model.rotation."
 _INTERVAL = 4  # every fourth layer has attention where a config.json is silent
 _LEAST_BLOCK, _MOST_BLOCK = 16, 1 << 13
 
@@ -92,6 +94,11 @@ class Rotation:
 
     blocks: tuple[tuple[int, int], ...]
     plain: frozenset[str] = frozenset()
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Names and shapes of the tensors that hold the signs."""
+        return {f"{ROTATION}{w}.weight": (w // block, block) for w, block in self.blocks}
 
     def block(self, width: int) -> int:
         """Of an input width; 0: it is not rotated."""

@@ -29,13 +29,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bitnet_ops.config import UnsupportedModelError
-from bitnet_ops.config.hybrid import flat, passed_over, written_rotation
+from bitnet_ops.config.hybrid import ROTATION, flat, passed_over, written_rotation
 from bitnet_ops.convert.errors import ConvertError, listed, reject
 from bitnet_ops.convert.hybrid import PACKAGE, PackageRotation, own_name, read_package
 from bitnet_ops.convert.source import reject_changed, stamp
 from bitnet_ops.formats.destination import TOKENIZER_FILES
 from bitnet_ops.generate.tokenizer import CONFIG_FILE, TEMPLATE_FILE
-from bitnet_ops.models.tensors import ROTATION, rotation_shapes
 from bitnet_ops.untrusted import (
     LFS_POINTER,
     SAFETENSORS_HEADER_BYTES,
@@ -142,7 +141,7 @@ class Checkpoint:
         self._rotation = PackageRotation(blocks, self.packed_mlx, shapes)
         self.tensors = {n: r for n, r in self.tensors.items() if not n.endswith(".signs")}
         rotation = self._rotation.rotation
-        for name, shape in rotation_shapes(rotation).items():
+        for name, shape in (rotation.shapes if rotation else {}).items():
             self.tensors[name] = TensorRecord(name, "F32", shape, next(iter(self._files)))
         if rotation is not None:
             self.found["rotation"] = written_rotation(rotation)

@@ -26,7 +26,7 @@ import torch
 
 from bitnet_ops.config import ModelConfig, Scalings, UnsupportedModelError
 from bitnet_ops.config.families import Family
-from bitnet_ops.config.hybrid import Rotation
+from bitnet_ops.config.hybrid import ROTATION, Rotation
 from bitnet_ops.convert import hybrid
 from bitnet_ops.convert.errors import ConvertError, reject, said_by
 from bitnet_ops.convert.gguf_config import (
@@ -62,7 +62,6 @@ from bitnet_ops.loading.generation_config import read_generation_config, stated_
 from bitnet_ops.loading.model_contents import model_config, own_tensors
 from bitnet_ops.loading.resolve import LoadError
 from bitnet_ops.models import TensorError, TensorSpec, check_names, expected_tensors
-from bitnet_ops.models.tensors import ROTATION
 from bitnet_ops.nn.packing import BLOCK
 from bitnet_ops.untrusted import UntrustedFileError, printable, read_json_object
 

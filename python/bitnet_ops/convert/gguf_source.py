@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.config.hybrid import written_rotation
+from bitnet_ops.config.hybrid import ROTATION, written_rotation
 from bitnet_ops.config.scheme import Scheme, Storage
 from bitnet_ops.convert import hybrid
 from bitnet_ops.convert.checkpoint import copy_tokenizer
@@ -48,7 +48,6 @@ from bitnet_ops.formats.gguf import MAX_TENSORS, GgufError, Reader, TensorInfo, 
 from bitnet_ops.formats.gguf_layouts import I2S_LAYOUTS
 from bitnet_ops.loading.generation_config import GENERATION_CONFIG
 from bitnet_ops.models import TensorSpec, expected_tensors
-from bitnet_ops.models.tensors import ROTATION
 from bitnet_ops.nn.packing import BLOCK, MIN_SCALE
 
 EXACT_NAMES, EXACT_SCALES = "bitnet_ops.scale_names", "bitnet_ops.scales"

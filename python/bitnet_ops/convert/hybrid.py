@@ -22,12 +22,11 @@ from torch import Tensor
 
 from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.config.hybrid import FULL, LINEAR, DeltaNet, Rotation, is_block
+from bitnet_ops.config.hybrid import FULL, LINEAR, ROTATION, DeltaNet, Rotation, is_block
 from bitnet_ops.config.values import MOST_LAYERS
 from bitnet_ops.convert.errors import listed, reject, shown
 from bitnet_ops.convert.source import Ternary
 from bitnet_ops.formats.gguf import is_strings
-from bitnet_ops.models.tensors import ROTATION
 
 Indices = NDArray[np.int64]
 Floats = NDArray[np.float32]

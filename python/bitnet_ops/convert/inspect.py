@@ -34,7 +34,6 @@ from bitnet_ops.formats.sglbitnt import MODEL_FILE, Reader, SglbitntError, model
 from bitnet_ops.loading.model_contents import model_config, own_tensors
 from bitnet_ops.loading.resolve import local_path
 from bitnet_ops.models import TensorError, check_names, expected_tensors
-from bitnet_ops.models.tensors import rotation_shapes
 from bitnet_ops.nn.packing import multiplying_scale, unpack_hf
 
 
@@ -381,7 +380,7 @@ class GgufContents:
             shape = tuple(specs[name].shape) if name in specs else info.shape
             self.entries[name] = Entry(name, info.name, info.type.name, shape, info.nbytes)
         rotation = self._source.plan.config.rotation if self._source else None
-        for name, shape in rotation_shapes(rotation).items():
+        for name, shape in (rotation.shapes if rotation else {}).items():
             stored = f"{hybrid.HADAMARD}sign_values"
             self.entries[name] = Entry(name, stored, "float32", shape, 4 * math.prod(shape))
 

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
+from bitnet_ops.config.hybrid import ROTATION
 from bitnet_ops.dummy import tokenizer as dummy_tokenizer
 from bitnet_ops.dummy.configs import CONFIGS, GROUPED
 from bitnet_ops.formats import destination, sglbitnt
 from bitnet_ops.loading.weight_choice import Matrices
 from bitnet_ops.loading.weights import repack_all
 from bitnet_ops.models import Decoder, TensorSpec, build, expected_tensors
-from bitnet_ops.models.tensors import ROTATION
 from bitnet_ops.nn.packing import BLOCK, PackedWeight, packed_row_bytes
 from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT
 

@@ -43,6 +43,7 @@ from bitnet_ops.arguments import (
     is_number,
     shown,
 )
+from bitnet_ops.blocks.listing import listing
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.generate.constraint import Constraint
 from bitnet_ops.generate.disk_prefix import DiskPrefix, root_on_disk
@@ -495,7 +496,7 @@ class Engine:
             pool.copy_block,
             self.scheduling,
             states,
-            config.unread,
+            listing(config).unread,
         )
         return pool, blocks, scheduler
 

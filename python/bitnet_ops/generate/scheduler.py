@@ -26,7 +26,7 @@ from bitnet_ops.generate.request import Request, ShareRead, without
 from bitnet_ops.generate.speculation import StepCosts, propose
 from bitnet_ops.generate.states import Checkpoint, StateSlots, stops_of
 from bitnet_ops.nn.blocks import BlockAllocator, PoolFullError
-from bitnet_ops.nn.kv_config import bytes_of_block
+from bitnet_ops.nn.kv_config import bytes_of_block, kept_of
 from bitnet_ops.nn.state_pool import slot_bytes
 
 _CHECKPOINTS = 32  # slots of states beside those of running requests
@@ -556,7 +556,7 @@ def memory_sizes(
     block_bytes = bytes_of_block(config, block_size, kv_dtype)
     longest = -(-config.max_position_embeddings // block_size)
     budget = machine.cache_budget() if kv_cache_mb is None else int(kv_cache_mb * 2**20)
-    state = 0 if config.delta_net is None else slot_bytes(config.delta_net)
+    state = slot_bytes(kept_of(config))
     slots = max(1, min(max_sequences + _CHECKPOINTS, budget // 2 // state)) if state else 0
     blocks = (budget - slots * state) // block_bytes
     if kv_cache_mb is None:

@@ -22,7 +22,9 @@ from bitnet_ops.generate.request import PromptError, check_prompt
 from bitnet_ops.generate.run import TokenLogprobs
 from bitnet_ops.models import Decoder
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch
-from bitnet_ops.nn.kv_pool import DEFAULT_BLOCK_SIZE, KVPool
+from bitnet_ops.nn.kv_config import DEFAULT_BLOCK_SIZE, kept_of
+from bitnet_ops.nn.kv_pool import KVPool
+from bitnet_ops.nn.state_pool import slot_bytes
 
 T = TypeVar("T")
 _TOKENS = 512  # of a step: prompts run no faster in longer ones
@@ -184,7 +186,7 @@ def _hidden_states(
 
     wanted: of each sequence, the first position whose state is wanted.
     """
-    states = model.config.delta_net is not None
+    states = bool(slot_bytes(kept_of(model.config)))
     most = _STATES if states else len(runs)
     for group in _groups({i: len(ids) for i, ids in runs.items()}, most):
         needed = [-(-len(runs[i]) // DEFAULT_BLOCK_SIZE) for i in group]

@@ -26,7 +26,7 @@ class EnginePool(PagedPool):
     """
 
     def __init__(self, key_pool: Tensor, value_pool: Tensor) -> None:
-        self._caches = key_pool, value_pool
+        self._caches = {"key": key_pool, "value": value_pool}
 
     @property
     def block_size(self) -> int:

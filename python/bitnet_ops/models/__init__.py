@@ -13,11 +13,12 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from bitnet_ops.blocks.block import TensorSpec
+from bitnet_ops.blocks.listing import listing
 from bitnet_ops.config import ModelConfig, UnsupportedModelError
 from bitnet_ops.config.families import BY_MODEL_TYPE
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.models.decoder import Decoder, dtype_of
-from bitnet_ops.models.tensors import TensorSpec, expected_tensors
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.packing import PackedWeight
 from bitnet_ops.nn.storage import check_head_format
@@ -38,6 +39,14 @@ __all__ = [
 
 class TensorError(BitNetError, ValueError):
     """The tensors given are not those of the config; the message names the first that differs."""
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
+    """Every tensor of the model, in file order, under its Hugging Face name.
+
+    Whatever a checkpoint calls them: the converter renames.
+    """
+    return listing(config).tensors()
 
 
 def check_names(config: ModelConfig, names: Iterable[str]) -> None:

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from bitnet_ops.arguments import shown
-from bitnet_ops.config import PROJECTIONS
+from bitnet_ops.blocks.block import Line
 from bitnet_ops.memory.arena import Arena, aligned
 from bitnet_ops.models.composed import Side
-from bitnet_ops.models.listing import Line
 from bitnet_ops.nn.digest import digest_of
 from bitnet_ops.nn.lora import Adapter, LoraError, LoraWeight
 
@@ -25,13 +24,12 @@ _TILE_ROWS = 16
 _STEP_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def scaled(adapter: Adapter, residual: float) -> Adapter:
-    """`adapter` for a model that multiplies by `residual` what attention and MLP give."""
+def scaled(adapter: Adapter, residual: float, added: frozenset[str]) -> Adapter:
+    """`adapter` for a model that multiplies by `residual` what the projections `added` give."""
     if residual == 1:
         return adapter
-    added = PROJECTIONS[3], PROJECTIONS[6]
     weights = {
-        name: replace(lora, scaling=lora.scaling * residual) if name.endswith(added) else lora
+        name: replace(lora, scaling=lora.scaling * residual) if name in added else lora
         for name, lora in adapter.weights.items()
     }
     return replace(adapter, weights=weights)

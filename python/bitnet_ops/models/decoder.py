@@ -18,20 +18,22 @@ from torch import Tensor
 
 from bitnet_ops import ops
 from bitnet_ops.arguments import shown
+from bitnet_ops.blocks.attention import GLOBAL_ROPE, LOCAL_ROPE, policy_of
+from bitnet_ops.blocks.listing import Listing, listing
 from bitnet_ops.config import ModelConfig, Rotation
+from bitnet_ops.config.hybrid import ROTATION
 from bitnet_ops.config.sparsity import ActivationSparsityError, read_sparsity
 from bitnet_ops.errors import counted
 from bitnet_ops.models.adapters import Adapters, PackedAdapter, scaled
 from bitnet_ops.models.composed import Composed
 from bitnet_ops.models.layer import ACTIVATION_DTYPES, DecoderLayer, Tensors, norm_weight
-from bitnet_ops.models.listing import GLOBAL_ROPE, LOCAL_ROPE, Line, Listing, listing
 from bitnet_ops.models.program import Program, bind
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch
-from bitnet_ops.models.tensors import ROTATION
 from bitnet_ops.nn.columns import forget_columns
 from bitnet_ops.nn.digest import digest_of
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.kv_cache import KVCache
+from bitnet_ops.nn.kv_config import kept_of
 from bitnet_ops.nn.kv_pool import PagedPool
 from bitnet_ops.nn.linear import BitLinear
 from bitnet_ops.nn.lora import Adapter, check_fits
@@ -60,9 +62,12 @@ class _Body(Tracked):
         # An embedding that is no head is read a row a token: there is nothing to gain by packing.
         embedding_format = head_format if config.tie_word_embeddings else "stored"
         self.embed_tokens = _matrix(tensors, "model.embed_tokens.weight", embedding_format)
+        lines, residual = listing(config), config.scalings.residual
+        ordered = {name: tensors[name] for name in lines.tensors()}
+        scales = dict.fromkeys(lines.added(), residual)
+        prefixes = [f"model.layers.{i}." for i in range(config.num_hidden_layers)]
         self.layers = TrackedList(
-            DecoderLayer(config, _below(tensors, f"model.layers.{i}."), i)
-            for i in range(config.num_hidden_layers)
+            DecoderLayer(_below(ordered, prefix), _below(scales, prefix)) for prefix in prefixes
         )
         self.norm = norm_weight(tensors["model.norm.weight"])
         if config.rotation is not None:
@@ -141,7 +146,7 @@ class Decoder(Tracked):
         ternary projection of the model or has another shape, and for a name that is taken.
         """
         check_fits(self, adapter)
-        adapter = scaled(adapter, self.config.scalings.residual)
+        adapter = scaled(adapter, self.config.scalings.residual, self.listing.added())
         self.adapters.add(name, PackedAdapter.of(adapter))
 
     def remove_adapter(self, name: str | None = None) -> None:
@@ -321,24 +326,15 @@ class Decoder(Tracked):
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             pool.update(i, k, v, batch.slot_mapping)
-            return pool.attend(i, q, batch, attention[i].number("scale"), attention[i].policy)
-
-        def mix(i: int, line: Line, qkv: Tensor, a: Tensor, b: Tensor) -> Tensor:
-            assert pool.states is not None and batch.state_steps is not None
-            conv, a_log, dt_bias = (
-                self.get_buffer(str(line.keys[key]) + (".weight" if key == "conv" else ""))
-                for key in ("conv", "A_log", "dt_bias")
-            )
-            where = batch.query_start_loc, batch.seq_lens, batch.state_steps
-            heads = line.integer("key_heads"), line.integer("key_dim")
-            states = [*pool.states.tensors]
-            return ops.delta_net(qkv, a, b, conv, a_log, dt_bias, states, i, *where, *heads)
+            scale = attention[i].number("scale")
+            return pool.attend(i, q, batch, scale, policy_of(attention[i]))
 
         owners = torch.repeat_interleave(batch.query_start_loc.diff())
         sides = self.adapters.sides(batch.adapter_names, owners)
         composed = Composed(
-            lines, self.get_submodule, batch.positions, self._ropes, attend, sides, mix
-        )
+            lines, self.get_submodule, batch.positions, self._ropes, attend, sides,
+            pool.states.tensors if pool.states is not None else {}, batch,
+        )  # fmt: skip
         x = composed.run(self._embed(batch.token_ids))
         return self._last_norm(x[batch.logit_rows])
 
@@ -442,10 +438,11 @@ class Decoder(Tracked):
                 f"model: expected input_ids with the cache's {cache.batch} sequences, "
                 f"got {input_ids.shape[0]}"
             )
-        if (layers := cache.config.num_layers) != self.config.kv_layers:
+        layers, own = cache.config.num_layers, kept_of(self.config)["key"].layers
+        if layers != own:
             raise ValueError(
-                f"model: expected a cache of {self.config.kv_layers} layers, "
-                f"got {layers}; make it from this model's config"
+                f"model: expected a cache of {own} layers, got {layers}; make it from this model's "
+                "config"
             )
 
     def _embed(self, input_ids: Tensor) -> Tensor:

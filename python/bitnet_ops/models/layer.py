@@ -1,31 +1,26 @@
 """The modules of one decoder layer: where its tensors lie, under Hugging Face's names.
 
-What a layer computes is a matter of programs (listing.py, composed.py); these modules only hold.
-It must not know caches, embeddings or heads.
+What a layer computes is a matter of programs (bitnet_ops.blocks); these modules only hold. It must
+not know caches, embeddings or heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from bitnet_ops.config import PROJECTIONS, ModelConfig
-from bitnet_ops.models.tensors import layer_tensors
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.linear import BitLinear
 from bitnet_ops.nn.packing import Cast, PackedWeight, same_dtype
 from bitnet_ops.nn.tracked import Tracked
 
-Tensors = Mapping[str, Tensor | PackedWeight | HeadWeight]
+_Stored: TypeAlias = Tensor | PackedWeight | HeadWeight
+Tensors = Mapping[str, _Stored]
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)  # relu2 overflows float16
-# of modules that hold nothing but other modules and vectors of their own
-_PARTS = "self_attn", "mlp", "linear_attn"
-# what they give is added to the residual stream
-_ADDED = PROJECTIONS[3], PROJECTIONS[6], "linear_attn.out_proj"
 
 
 class _Dense(Tracked):
@@ -52,43 +47,48 @@ class Weight(_Dense):
         return f"{list(self.weight.shape)}, dtype={self.weight.dtype}"
 
 
-def norm_weight(tensor: Tensor | PackedWeight | HeadWeight) -> Weight:
+def norm_weight(tensor: _Stored) -> Weight:
     """A norm's weight as a module; float32, in which every stored dtype is exact."""
     return Weight(_dense(tensor))
 
 
-def _dense(tensor: Tensor | PackedWeight | HeadWeight) -> Tensor:
+def _dense(tensor: _Stored) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"model: expected a dense tensor, got a {type(tensor).__name__}")
     return tensor.float()
 
 
 class DecoderLayer(Tracked):
-    """The modules of one layer: what mixes tokens (`self_attn` or `linear_attn`), `mlp`, norms."""
+    """The modules of one layer: what mixes tokens (`self_attn` or `linear_attn`), `mlp`, norms.
 
-    def __init__(self, config: ModelConfig, tensors: Tensors, layer: int) -> None:
+    Args:
+        tensors: those of the layer by their names in it; a module comes before what lies inside it.
+        scales: what the results of projections are multiplied by, by their names; 1 unless given.
+    """
+
+    def __init__(self, tensors: Tensors, scales: Mapping[str, float]) -> None:
         super().__init__()
-        for name in layer_tensors(config, layer):
+        for name, tensor in tensors.items():
             module, _, kind = name.rpartition(".")
             if kind == "bias":
                 continue  # it belongs to the projection of the same name
             if kind != "weight":
-                self._part(module).register_buffer(kind, _dense(tensors[name]))
+                self._part(module).register_buffer(kind, _dense(tensor))
                 continue
             parent, _, child = module.rpartition(".")
-            scale = config.scalings.residual if module in _ADDED else 1.0
-            self._part(parent).add_module(child, _leaf(tensors, module, scale))
+            leaf = _leaf(tensor, tensors.get(f"{module}.bias"), scales.get(module, 1.0))
+            self._part(parent).add_module(child, leaf)
 
     def _part(self, name: str) -> nn.Module:
-        if name in _PARTS and name not in self._modules:
+        """The module of that name; one that holds nothing but others and vectors is made here."""
+        if name and "." not in name and name not in self._modules:
             self.add_module(name, _Dense())
         part: nn.Module = self.get_submodule(name)
         return part
 
 
-def _leaf(tensors: Tensors, module: str, scale: float) -> nn.Module:
+def _leaf(tensor: _Stored, bias: _Stored | None, scale: float) -> nn.Module:
     """The module over its tensors; what a projection gives is multiplied by `scale`."""
-    tensor, bias = tensors[f"{module}.weight"], tensors.get(f"{module}.bias")
     if isinstance(tensor, PackedWeight):
         if scale != 1:
             tensor = replace(tensor, scale=tensor.scale * scale)

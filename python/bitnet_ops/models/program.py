@@ -8,21 +8,16 @@ token ids, owners of caches or sampling.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from bitnet_ops import ops
-from bitnet_ops.models.listing import (
-    DENSE_KEYS,
-    NORM_KEYS,
-    PROJECTION_KEYS,
-    VECTOR_KEYS,
-    Line,
-    Listing,
-)
+from bitnet_ops.blocks.block import names
+from bitnet_ops.blocks.listing import KINDS, Listing
 from bitnet_ops.nn.columns import columns_of
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.linear import BitLinear
@@ -73,7 +68,7 @@ class Program:
         return ops.model_step(
             x,
             self._handle,
-            pool.caches(),
+            in_order(pool.caches()),
             batch.positions,
             batch.slot_mapping,
             batch.query_start_loc,
@@ -94,6 +89,15 @@ def _versions(tensors: tuple[Tensor, ...]) -> list[int]:
     return [0 if t.is_inference() else t._version for t in tensors]
 
 
+def in_order(caches: Mapping[str, Tensor]) -> list[Tensor]:
+    """Caches in the order in which `ops.model_step` takes them."""
+    order = (
+        *("key", "value", "key_scale", "value_scale", "key_bounds"),
+        *("recurrent", "inputs", "kept"),
+    )
+    return [caches[name] for name in order if name in caches]
+
+
 def bind(
     listing: Listing,
     root: nn.Module,
@@ -109,48 +113,40 @@ def bind(
     copied: list[Tensor] = []
     blocks = []
     for line in listing.blocks:
-        formats = set()
-        for key in PROJECTION_KEYS:
-            if (name := line.name(key)) is None:
-                continue
-            module = root.get_submodule(name)
-            if not _is_plain(module):
+        block, formats = KINDS[line.kind], set()
+        named: tuple[str, ...] = ()
+        for keys in block.inputs:
+            modules = {name: root.get_submodule(name) for name in names(line, keys)}
+            if not _agree(modules.values()):
                 return None
-            assert isinstance(module, BitLinear)
-            _add_projection(name, module, tensors, copied)
-            if module.group_size:
-                formats.add(module.activation_format)
-            if key == "down" and "sparsity" in line.keys:
-                tensors[f"{name}.columns"] = columns_of(module.packed)
-                copied.append(module.weight)
-        if len(formats) > 1 or not _stages_agree(line, root):
+            for name, module in modules.items():
+                assert isinstance(module, BitLinear)
+                _add_projection(name, module, tensors, copied)
+                if module.group_size:
+                    formats.add(module.activation_format)
+                if "sparsity" in line.keys and name == line.name("down"):
+                    tensors[f"{name}.columns"] = columns_of(module.packed)
+                    copied.append(module.weight)
+            named = (*named, *(f"{name}." for name in modules))
+        if len(formats) > 1:
             return None
         blocks.append(line.with_keys(activation_format=formats.pop()) if formats else line)
-        for key in NORM_KEYS:
-            if (name := line.name(key)) is None:
+        for name, spec in block.tensors(line, listing.model).items():
+            if name.startswith(named) or spec.may_be_ternary:
                 continue
-            norm = root.get_submodule(name)
-            if (weight := norm._buffers.get("weight")) is None or weight.dtype != _FLOAT32:
+            if (dense := _float32(root, name)) is None:
                 return None
-            tensors[f"{name}.weight"] = weight
-        for key in (*DENSE_KEYS, *VECTOR_KEYS):
-            if (name := line.name(key)) is None:
-                continue
-            whole = name if key in VECTOR_KEYS else f"{name}.weight"
-            if (dense := root.get_buffer(whole)).dtype != _FLOAT32:
-                return None
-            tensors[whole] = dense
-    if (name := listing.blocks[-1].name("weight")) is not None:
-        head = root.get_submodule(name)
+            tensors[name] = dense
+    if (weight := listing.blocks[-1].name("weight")) is not None:
+        head = root.get_submodule(weight)
         if type(head) is not HeadWeight:
             return None
-        tensors[f"{name}.weight"] = head.weight
+        tensors[f"{weight}.weight"] = head.weight
         if head.scale is not None:
-            tensors[f"{name}.scale"] = head.scale
+            tensors[f"{weight}.scale"] = head.scale
         if head.signs is not None:
-            tensors[f"{name}.signs"] = head.signs
-    listing = Listing(listing.model, listing.ropes, tuple(blocks), listing.lora)
-    return Program(listing, tensors, tuple(copied))
+            tensors[f"{weight}.signs"] = head.signs
+    return Program(replace(listing, blocks=tuple(blocks)), tensors, tuple(copied))
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -161,17 +157,21 @@ def _is_plain(module: nn.Module) -> bool:
     return module.weight_scale.dtype == _FLOAT32 and (bias is None or bias.dtype == _FLOAT32)
 
 
-def _stages_agree(line: Line, root: nn.Module) -> bool:
-    """Whether projections of the same tokens have scales of groups of one size, or all none.
+def _agree(modules: Collection[nn.Module]) -> bool:
+    """Whether C++ knows projections of the same tokens: plain ones, of one form.
 
-    And the same signs, if any.
+    With scales of groups of one size, or all none, and the same signs, if any.
     """
-    for keys in (("q", "k", "v"), ("gate", "up"), ("qkv", "z")):
-        names = [name for key in keys if (name := line.name(key)) is not None]
-        found = {(m.group_size, id(m.signs)) for m in map(root.get_submodule, names)}
-        if len(found) > 1:
-            return False
-    return True
+    if not all(map(_is_plain, modules)):
+        return False
+    return len({(m.group_size, id(m.signs)) for m in modules}) <= 1
+
+
+def _float32(root: nn.Module, name: str) -> Tensor | None:
+    """The buffer of that name; None where there is none of float32."""
+    module, _, own = name.rpartition(".")
+    found = root.get_submodule(module)._buffers.get(own)
+    return found if found is not None and found.dtype == _FLOAT32 else None
 
 
 def _add_projection(

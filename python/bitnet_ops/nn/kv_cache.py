@@ -23,6 +23,7 @@ from bitnet_ops.nn.kv_config import (
     CacheCapacityError,
     KVCacheConfig,
     KVCacheDtype,
+    kept_of,
     kv_dtype_of,
 )
 from bitnet_ops.nn.kv_pool import KVPool
@@ -31,7 +32,6 @@ from bitnet_ops.nn.storage import KVType
 # in a file: what KVPool.stored calls them
 _SAVED = {"key_cache": "key", "value_cache": "value", "key_scale": "key_scale",
           "value_scale": "value_scale"}  # fmt: skip
-_STATES = "recurrent", "inputs"  # what StatePool.stored calls them
 
 
 class KVCache:
@@ -324,8 +324,8 @@ class KVCache:
                 whole[:, i, :, : row[part].shape[2]] = row[part]
             tensors[name] = whole
         if (states := self.pool.states) is not None:
-            parts = [states.stored(row.slot) for row in self._rows]
-            tensors |= {name: torch.stack([part[name] for part in parts]) for name in _STATES}
+            parts = [states.views(row.slot) for row in self._rows]
+            tensors |= {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
         with atomic_file(path) as file:
             file.write(save(tensors))
 
@@ -349,13 +349,13 @@ class KVCache:
                 if name in found
             }
             self.pool.store(row.blocks, parts)
-            if self.pool.states is not None:
-                self.pool.states.store(row.slot, {name: found[name][i] for name in _STATES})
+            if (states := self.pool.states) is not None:
+                states.store(row.slot, {name: found[name][i] for name in states.views(0)})
 
     def _check_saved(self, found: Mapping[str, Tensor], path: object) -> list[int]:
         """The lengths of the saved sequences, once all of them are known to fit."""
         names = [*_SAVED] if self.type.has_scales else ["key_cache", "value_cache"]
-        states = () if self.pool.states is None else _STATES
+        states = {} if self.pool.states is None else self.pool.states.views(0)
         if found.keys() != (wanted := {*names, *states, "lengths"}):
             raise ValueError(
                 f"KVCache: expected the tensors {', '.join(sorted(wanted))} in {path}, got "
@@ -373,9 +373,9 @@ class KVCache:
                     f"KVCache: expected {name} {dtype} {shape} in {path}, got "
                     f"{found[name].dtype} {list(found[name].shape)}"
                 )
-        for name, part in self.pool.states.stored(0).items() if self.pool.states else ():
+        for name, part in states.items():
             shape = [self.batch, *part.shape]
-            if name in _STATES and [*found[name].shape] != shape:
+            if [*found[name].shape] != shape:
                 raise ValueError(
                     f"KVCache: expected {name} {shape} in {path}, got {[*found[name].shape]}"
                 )
@@ -400,13 +400,7 @@ def _config_of(
             f"KVCache: expected max_len from 1 to max_position_embeddings "
             f"{config.max_position_embeddings}, got {max_len}; the model has no more positions"
         )
-    return KVCacheConfig(
-        max_len,
-        config.kv_layers,
-        config.num_key_value_heads,
-        config.head_dim,
-        KVCacheDtype(TYPE_OF[dtype].name),
-        batch,
-        delta_net=config.delta_net,
-        key_bounds=config.key_bounds,
-    )
+    keys, layers = kept_of(config)["key"]
+    heads, head_dim = keys.shape
+    kv_dtype = KVCacheDtype(TYPE_OF[dtype].name)
+    return KVCacheConfig(max_len, layers, heads, head_dim, kv_dtype, batch, model=config)

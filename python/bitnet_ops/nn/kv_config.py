@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import enum
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Protocol
 
 import torch
 
 from bitnet_ops.arguments import shown
-from bitnet_ops.config.hybrid import DeltaNet
+from bitnet_ops.blocks.block import PAGE, Line, Value
+from bitnet_ops.blocks.listing import Kept, kept_by, listing
+from bitnet_ops.config import ModelConfig
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.nn.storage import DEFAULT_KV_TYPE, KV_TYPES
 
@@ -17,29 +20,45 @@ TYPE_OF = {getattr(torch, name): row for name, row in KV_TYPES.items()}  # a dty
 KV_DTYPES = {row.name: dtype for dtype, row in TYPE_OF.items()}
 DEFAULT_KV_DTYPE = KV_DTYPES[DEFAULT_KV_TYPE]
 DEFAULT_BLOCK_SIZE = 64  # positions of a block of a paged cache
-PAGE = 64  # positions that have common bounds, where attention chooses what it reads
 
 
-class KVSizes(Protocol):
-    """What a cache needs of a model's config."""
-
-    @property
-    def kv_layers(self) -> int: ...
-    @property
-    def num_key_value_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def delta_net(self) -> DeltaNet | None: ...
-    @property
-    def key_bounds(self) -> bool: ...
+def kept_of(config: ModelConfig | KVCacheConfig) -> dict[str, Kept]:
+    """What a model of that config keeps between steps, by name."""
+    return config.kept() if isinstance(config, KVCacheConfig) else listing(config).kept()
 
 
-def bytes_of_block(sizes: KVSizes, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of a block of such a pool: keys and values of all layers, their scales and bounds."""
-    rows = sizes.kv_layers * sizes.num_key_value_heads * block_size
-    bounds = rows // PAGE * 4 * sizes.head_dim if sizes.key_bounds else 0
-    return 2 * rows * TYPE_OF[dtype].row_bytes(sizes.head_dim) + bounds
+def memory_of_block(
+    kept: Mapping[str, Kept], block_size: int, dtype: torch.dtype
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of the memory of a block, by name: all that is kept for its positions.
+
+    [layers, heads, positions, features] of `dtype`, then the scales of such rows without features,
+    then what is kept for pages. Raises ValueError for a block of no whole pages.
+    """
+    rows, scales, pages = {}, {}, {}
+    for name, (buffer, layers) in kept.items():
+        if buffer.per == "sequence":
+            continue
+        heads, features = buffer.shape
+        if buffer.per == "position":
+            rows[name] = (layers, heads, block_size, features), dtype
+            if TYPE_OF[dtype].has_scales:
+                scales[f"{name}_scale"] = (layers, heads, block_size), torch.float32
+            continue
+        if block_size % PAGE:
+            raise ValueError(
+                f"KVPool: expected block_size a multiple of {PAGE} for attention that chooses "
+                f"pages, got {block_size}"
+            )
+        shape = layers, heads, block_size // PAGE, features
+        pages[name] = shape, getattr(torch, str(buffer.dtype))
+    return {**rows, **scales, **pages}
+
+
+def bytes_of_block(config: ModelConfig | KVCacheConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of a block of a pool of that config."""
+    memory = memory_of_block(kept_of(config), block_size, dtype).values()
+    return sum(math.prod(shape) * of.itemsize for shape, of in memory)
 
 
 def kv_dtype_of(dtype: torch.dtype | str, who: str) -> torch.dtype:
@@ -81,7 +100,7 @@ class KVCacheConfig:
         batch: number of sequences.
         block_size: positions of a block, the piece in which a sequence gets memory; 16 to 128 are
             usual.
-        delta_net: the recurrent layers of the model, if it has any.
+        model: the config of the model, if all is to be kept that its blocks keep.
         key_bounds: whether there are bounds of keys beside them, for attention that chooses pages.
         blocks: how many blocks the cache and its forks have together; None: as many as each
             sequence of each of them needs at its longest.
@@ -96,13 +115,13 @@ class KVCacheConfig:
     batch: int = 1
     block_size: int = DEFAULT_BLOCK_SIZE
     blocks: int | None = None
-    delta_net: DeltaNet | None = None
+    model: ModelConfig | None = None
     key_bounds: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
-            if name in ("dtype", "delta_net", "key_bounds") or (name == "blocks" and value is None):
+            if name in ("dtype", "model", "key_bounds") or (name == "blocks" and value is None):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(
@@ -120,15 +139,14 @@ class KVCacheConfig:
         """How many the cache has before it is forked."""
         return self.batch * self.blocks_per_sequence if self.blocks is None else self.blocks
 
-    @property
-    def kv_layers(self) -> int:
-        """Layers with keys and values, as a model's config names them."""
-        return self.num_layers
-
-    @property
-    def num_key_value_heads(self) -> int:
-        """Heads of keys and values, as a model's config names them."""
-        return self.num_kv_heads
+    def kept(self) -> dict[str, Kept]:
+        """What is kept between steps, by name."""
+        if self.model is not None:
+            return listing(self.model).kept()
+        keys: dict[str, Value] = {"kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
+        if self.key_bounds:
+            keys["top_k"] = 1
+        return kept_by([Line("attention", keys)] * self.num_layers)
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -8,6 +8,7 @@ sampling or text.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -15,15 +16,17 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import ops
+from bitnet_ops.blocks.block import PAGE
+from bitnet_ops.config import ModelConfig
 from bitnet_ops.memory.reserved import Reserved
 from bitnet_ops.nn.kv_config import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_KV_DTYPE,
-    PAGE,
     TYPE_OF,
-    KVSizes,
-    bytes_of_block,
+    KVCacheConfig,
+    kept_of,
     kv_dtype_of,
+    memory_of_block,
 )
 from bitnet_ops.nn.state_pool import StatePool
 
@@ -68,21 +71,20 @@ def panels_of_rows(rows: Tensor, *, keys: bool) -> Tensor:
 # Pools --------------------------------------------------------------------------------------------
 
 _ROWS = "key", "value"
-_NAMES = *_ROWS, "key_scale", "value_scale"
 
 
 class _Memory:
-    """Numbers [layers, max_blocks, *block] of reserved memory.
+    """Numbers [layers, max_blocks, ...] of reserved memory, `shape` [layers, ...] of each block.
 
     In memory a block has all its layers one behind the other: one stretch, which a few huge pages
     hold and which goes back to the system as a whole. With the layers outermost the first position
     of a sequence would take a huge page in each, and a freed block would leave holes in as many.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        layers, max_blocks, *block = shape
-        memory = Reserved(max_blocks, (layers, *block), dtype)
+    def __init__(self, max_blocks: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        memory = Reserved(max_blocks, shape, dtype)
         self.tensor, self.release = memory.tensor.transpose(0, 1), memory.release
+        self.block_bytes = math.prod(shape) * dtype.itemsize
 
 
 class Attended(Protocol):
@@ -99,53 +101,50 @@ class Attended(Protocol):
 class PagedPool:
     """What a model's step needs of a pool: KVPool's, or the memory of another engine.
 
-    key_pool, value_pool: [layers, blocks, block_size, kv_heads, head_dim]; key_scale, value_scale:
-    float32 [layers, blocks, block_size, kv_heads] or None; key_bounds: of pages, as
-    `ops.paged_cache_update` makes them, behind them all in `_caches`, or None; layout: of the
-    pools, as `ops.paged_attention` takes it.
+    By name: "key" and "value" [layers, blocks, block_size, kv_heads, head_dim]; "key_scale" and
+    "value_scale" float32 [layers, blocks, block_size, kv_heads] of int8 pools; "key_bounds" of
+    pages, as `ops.paged_cache_update` makes them, where a block chooses pages. layout: of keys and
+    values, as `ops.paged_attention` takes it. states: of a model whose blocks keep something for
+    sequences.
     """
 
-    # What `caches` gives, exchanged as one: a thread may read it while another grows the pool, and
-    # keys with one number of blocks beside values with another are no pool.
-    _caches: tuple[Tensor, ...]
+    # Exchanged as one: a thread may read it while another grows the pool, and keys with one number
+    # of blocks beside values with another are no pool.
+    _caches: Mapping[str, Tensor]
     layout: str = "rows"
-    states: StatePool | None = None  # of a model with recurrent layers
+    states: StatePool | None = None
 
-    def caches(self) -> list[Tensor]:
-        """The tensors that a model's step writes, as `ops.model_step` takes them.
-
-        Keys and values, of int8 pools their scales, and bounds of keys where there are any, all of
-        one moment; behind them the states of a model with recurrent layers.
-        """
-        return [*self._caches, *(self.states.tensors if self.states is not None else ())]
+    def caches(self) -> dict[str, Tensor]:
+        """The tensors that a model's step writes, by name, all of one moment."""
+        return {**self._caches, **(self.states.tensors if self.states is not None else {})}
 
     @property
     def key_pool(self) -> Tensor:
-        return self._caches[0]
+        return self._caches["key"]
 
     @property
     def value_pool(self) -> Tensor:
-        return self._caches[1]
+        return self._caches["value"]
 
     @property
     def key_scale(self) -> Tensor | None:
-        return self._caches[2] if len(self._caches) > 3 else None
+        return self._caches.get("key_scale")
 
     @property
     def value_scale(self) -> Tensor | None:
-        return self._caches[3] if len(self._caches) > 3 else None
+        return self._caches.get("value_scale")
 
     @property
     def key_bounds(self) -> Tensor | None:
-        return self._caches[-1] if len(self._caches) % 2 else None
+        return self._caches.get("key_bounds")
 
     def _layer(
         self, layer: int
     ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None], Tensor | None]:
         """One layer's keys and values, their scales, and the bounds of keys."""
-        key, value, *rest = (cache[layer] for cache in self._caches)
-        bounds = rest.pop() if len(rest) % 2 else None
-        return (key, value), ((rest[0], rest[1]) if rest else (None, None)), bounds
+        of = {name: cache[layer] for name, cache in self._caches.items()}
+        scales = of.get("key_scale"), of.get("value_scale")
+        return (of["key"], of["value"]), scales, of.get("key_bounds")
 
     def update(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Write key and value F [tokens, KV, D] of one layer into their slots, as the op does."""
@@ -257,7 +256,7 @@ class KVPool(PagedPool):
 
     def __init__(
         self,
-        config: KVSizes,
+        config: ModelConfig | KVCacheConfig,
         blocks: int,
         block_size: int = DEFAULT_BLOCK_SIZE,
         dtype: torch.dtype | str = DEFAULT_KV_DTYPE,
@@ -273,40 +272,32 @@ class KVPool(PagedPool):
         _check_above("max_blocks", max_blocks, blocks - 1)
         self.blocks, self.block_size, self.max_blocks = blocks, block_size, max_blocks
         self.dtype, self.type = dtype, TYPE_OF[dtype]
-        best = best_layout(dtype, block_size, config.head_dim)
+        kept = kept_of(config)
+        head_dim = kept["key"].buffer.shape[1]
+        best = best_layout(dtype, block_size, head_dim)
         if layout not in (None, "rows", best):
             raise ValueError(
                 'KVPool: expected layout "rows" or, of bfloat16 and int8 with block_size and '
                 f'head_dim that are multiples of {PANEL}, "panels", got {layout!r}'
             )
         self.layout = layout or best
-        self.block_bytes = bytes_of_block(config, block_size, dtype)
-        shape = (
-            config.kv_layers,
-            max_blocks,
-            config.num_key_value_heads,
-            block_size,
-            config.head_dim,
-        )
-        self._rows = [_Memory(shape, dtype) for _ in "kv"]
-        has_scales = self.type.has_scales
-        self._scales = [_Memory(shape[:-1], torch.float32) for _ in "kv"] if has_scales else []
-        self._bounds: list[_Memory] = []
-        if config.key_bounds:
-            if block_size % PAGE:
-                raise ValueError(
-                    f"KVPool: expected block_size a multiple of {PAGE} for attention that chooses "
-                    f"pages, got {block_size}"
-                )
-            pages = *shape[:3], block_size // PAGE, 2 * config.head_dim
-            self._bounds.append(_Memory(pages, torch.bfloat16))
+        self._memory = {
+            name: _Memory(max_blocks, shape, of)
+            for name, (shape, of) in memory_of_block(kept, block_size, dtype).items()
+        }
+        self.block_bytes = sum(memory.block_bytes for memory in self._memory.values())
+        # pages follow from the rows of their positions
+        self._pages = [name for name in self._memory if name in kept and kept[name].buffer.dtype]
         self._set_views()
-        if config.delta_net is not None:
-            self.states = StatePool(config.delta_net, state_slots)
+        of_sequences = {name: one for name, one in kept.items() if one.buffer.per == "sequence"}
+        if of_sequences:
+            self.states = StatePool(of_sequences, state_slots)
 
     def _set_views(self) -> None:
         n = slice(self.blocks)
-        self._caches = tuple(m.tensor[:, n].transpose(2, 3) for m in self._memory)
+        self._caches = {
+            name: memory.tensor[:, n].transpose(2, 3) for name, memory in self._memory.items()
+        }
 
     def __repr__(self) -> str:
         layers, blocks, size, heads, dim = self.key_pool.shape
@@ -315,10 +306,6 @@ class KVPool(PagedPool):
             f"KVPool({dtype}, layers={layers}, blocks={blocks} of {size} positions, "
             f"kv_heads={heads}, head_dim={dim}, {self.layout}, {self.memory_usage_mb():.0f} MiB)"
         )
-
-    @property
-    def _memory(self) -> list[_Memory]:
-        return [*self._rows, *self._scales, *self._bounds]
 
     def memory_usage_mb(self) -> float:
         """MiB of all `blocks`, scales included, once every position has been written."""
@@ -362,13 +349,13 @@ class KVPool(PagedPool):
             if self.layout == "panels" and name in _ROWS:
                 whole = panels_of_rows(whole, keys=name == "key")
             memory.tensor[:, index] = whole
-        for bounds in self._bounds:
-            bounds.tensor[:, index] = self._bounds_of(index)
+        for name in self._pages:
+            self._memory[name].tensor[:, index] = self._bounds_of(index)
 
     def _bounds_of(self, index: Tensor) -> Tensor:
         """The bounds of all pages of these blocks, as `ops.paged_cache_update` makes them."""
         keys = self._rows_at("key", index).float()
-        if self._scales:
+        if "key_scale" in self._memory:
             keys *= self._rows_at("key_scale", index).unsqueeze(-1)
         pages = keys.unflatten(3, (-1, PAGE))
         found = []
@@ -385,8 +372,9 @@ class KVPool(PagedPool):
         """
         index = self._blocks_of(blocks, length)
         wide = [self._rows_at(name, index, layer).float() for name in _ROWS]
-        for rows, scale in zip(wide, self._scales, strict=False):
-            rows *= scale.tensor[layer, index].unsqueeze(-1)
+        for name, rows in zip(_ROWS, wide, strict=True):
+            if (scale := self._memory.get(f"{name}_scale")) is not None:
+                rows *= scale.tensor[layer, index].unsqueeze(-1)
         key, value = (rows.transpose(0, 1).flatten(1, 2)[:, :length] for rows in wide)
         return key, value
 
@@ -395,7 +383,7 @@ class KVPool(PagedPool):
 
         Of one `layer`, the dimension of layers is left out.
         """
-        memory = self._named()[name].tensor[layer]
+        memory = self._memory[name].tensor[layer]
         found = memory.index_select(memory.dim() - (4 if name in _ROWS else 3), index)
         if self.layout == "panels" and name in _ROWS:
             return rows_of_panels(found, keys=name == "key")
@@ -409,19 +397,19 @@ class KVPool(PagedPool):
         return torch.tensor(used, dtype=torch.int64)
 
     def _named(self) -> dict[str, _Memory]:
-        return dict(zip(_NAMES, [*self._rows, *self._scales], strict=False))
+        return {name: one for name, one in self._memory.items() if name not in self._pages}
 
     def copy_block(self, source: int, target: int) -> None:
         """Block `target` becomes a copy of block `source`, in all layers."""
         for index in (source, target):
             self._check_index(index)
-        for memory in self._memory:
+        for memory in self._memory.values():
             memory.tensor[:, target] = memory.tensor[:, source]
 
     def parts(self, block: int) -> list[Tensor]:
         """The memory of a block, not copied: of keys, values, and their scales if there are any."""
         self._check_index(block)
-        return [memory.tensor[:, block] for memory in self._memory]
+        return [memory.tensor[:, block] for memory in self._memory.values()]
 
     def release(self, blocks: Iterable[int]) -> None:
         """Give the memory of `blocks` back to the system; their contents are lost.
@@ -432,7 +420,7 @@ class KVPool(PagedPool):
         for begin, end in _runs(sorted(set(blocks))):
             self._check_index(begin)
             self._check_index(end - 1)
-            for memory in self._memory:
+            for memory in self._memory.values():
                 memory.release(begin, end)
 
     def _check_index(self, block: int) -> None:

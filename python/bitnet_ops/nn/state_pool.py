@@ -1,95 +1,102 @@
-"""StatePool: the recurrent states of Gated DeltaNet layers, one slot for each sequence.
+"""StatePool: what blocks keep for sequences, such as recurrent states, one slot for each sequence.
 
-A slot holds, of every such layer, the state behind the tokens that are certain, the last inputs of
-the convolution, and what is kept of drafts (`ops.delta_net`). Address space is reserved for as many
-slots as there may be; the system gives memory as they are written. Whose slot it is is not its
-matter. A slot in use cannot be brought back to an earlier token: copies can (`copy`).
+A slot holds, of every such block, its buffers behind the tokens that are certain, and in rows of
+them what is kept of drafts (`ops.delta_net`). Address space is reserved for as many slots as there
+may be; the system gives memory as they are written. Whose slot it is is not its matter, nor what
+the numbers mean. A slot in use cannot be brought back to an earlier token: copies can (`copy`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from bitnet_ops.config.hybrid import STATE_COLUMNS, DeltaNet
+from bitnet_ops.blocks.listing import Kept
 from bitnet_ops.memory.reserved import Reserved
 
 MOST_KEPT_DRAFTS = 8
-_KEPT_EXTRA = STATE_COLUMNS + 16  # behind a draft's key, of each slab: errors, decay
 
 
-def slot_bytes(delta_net: DeltaNet) -> int:
-    """Bytes of a slot, without what is kept of drafts."""
-    d = delta_net
-    state = d.value_heads * d.key_dim * d.value_dim
-    return 4 * len(d.layers) * (state + (d.kernel - 1) * d.channels)
+def slot_bytes(kept: Mapping[str, Kept]) -> int:
+    """Bytes of a slot, without what is kept of drafts; 0 where nothing is kept for sequences."""
+    return sum(
+        math.prod(_shape(one, 0)) * _dtype(one).itemsize
+        for one in kept.values()
+        if one.buffer.per == "sequence"
+    )
+
+
+def _shape(kept: Kept, drafts: int) -> tuple[int, ...]:
+    """Of a slot's part of a buffer, with the rows of so many drafts."""
+    rows = () if kept.buffer.rows is None else (kept.buffer.rows + drafts,)
+    return kept.layers, *rows, *kept.buffer.shape
+
+
+def _dtype(kept: Kept) -> torch.dtype:
+    found: torch.dtype = getattr(torch, str(kept.buffer.dtype))
+    return found
 
 
 class StatePool:
-    """Slots, all float32, as `ops.delta_net` and `ops.model_step` take them.
+    """Slots of named buffers [slots, layers, ...], those with rows [slots, layers, rows, ...].
 
-    Attributes: `recurrent` [slots, layers, HV, DV / 32, DK, 32], `inputs` [slots, layers, kernel -
-    1 + drafts, C], `kept` [slots, layers, drafts, HV, DV / 32, DK + 48]; `tensors`, the three.
+    Attributes: `tensors`, the buffers by name, as `ops.model_step` takes them.
 
     Args:
-        delta_net: the model's layers and their sizes.
+        kept: the buffers of sequences.
         slots: how many there are, at least 1.
         drafts: tokens of a step that may be taken back, at most.
     Contents are not initialised: a sequence at position 0 needs none. Raises MemoryError without
     address space.
     """
 
-    def __init__(self, delta_net: DeltaNet, slots: int, *, drafts: int = MOST_KEPT_DRAFTS) -> None:
-        d, layers = delta_net, len(delta_net.layers)
-        self.delta_net, self.slots, self.drafts = delta_net, slots, drafts
-        slabs = d.value_heads, d.value_dim // STATE_COLUMNS
-        shapes = (
-            (layers, *slabs, d.key_dim, STATE_COLUMNS),
-            (layers, d.kernel - 1 + drafts, d.channels),
-            (layers, drafts, *slabs, d.key_dim + _KEPT_EXTRA),
-        )
-        self._memory = [Reserved(slots, shape, torch.float32) for shape in shapes]
-        self.tensors = tuple(memory.tensor for memory in self._memory)
+    def __init__(
+        self, kept: Mapping[str, Kept], slots: int, *, drafts: int = MOST_KEPT_DRAFTS
+    ) -> None:
+        self.kept, self.slots, self.drafts = kept, slots, drafts
+        self._memory = [Reserved(slots, _shape(one, drafts), _dtype(one)) for one in kept.values()]
+        self.tensors = dict(zip(kept, (m.tensor for m in self._memory), strict=True))
 
     def __repr__(self) -> str:
-        return (
-            f"StatePool(layers={len(self.delta_net.layers)}, slots={self.slots}, "
-            f"{self.slots * slot_bytes(self.delta_net) / 2**20:.0f} MiB)"
-        )
+        layers = max(one.layers for one in self.kept.values())
+        mib = self.slots * slot_bytes(self.kept) / 2**20
+        return f"StatePool(layers={layers}, slots={self.slots}, {mib:.0f} MiB)"
+
+    def views(self, slot: int, drafts: int = 0) -> dict[str, Tensor]:
+        """The memory of a slot with so many of its drafts, not copied; nothing empty."""
+        found = {}
+        for name, one in self.kept.items():
+            rows = one.buffer.rows
+            view = self.tensors[name][slot]
+            if rows is None:
+                found[name] = view
+            elif rows + drafts:
+                found[name] = view[:, : rows + drafts]
+        return found
 
     def copy(self, source: int, target: int, drafts: int = 0) -> None:
         """Slot `target` becomes a copy of slot `source`, with so many of its drafts."""
-        recurrent, inputs, kept = self.tensors
-        recurrent[target] = recurrent[source]
-        rows = self.delta_net.kernel - 1 + drafts
-        inputs[target, :, :rows] = inputs[source, :, :rows]
-        if drafts:
-            kept[target, :, :drafts] = kept[source, :, :drafts]
+        into = self.views(target, drafts)
+        for name, view in self.views(source, drafts).items():
+            into[name].copy_(view)
 
     def stored(self, slot: int, drafts: int = 0) -> dict[str, Tensor]:
         """Copies of what `copy` copies, by name."""
-        recurrent, inputs, kept = self.tensors
-        rows = self.delta_net.kernel - 1 + drafts
-        return {
-            "recurrent": recurrent[slot].clone(),
-            "inputs": inputs[slot, :, :rows].clone(),
-            **({"kept": kept[slot, :, :drafts].clone()} if drafts else {}),
-        }
+        return {name: view.clone() for name, view in self.views(slot, drafts).items()}
 
     def store(self, slot: int, found: Mapping[str, Tensor]) -> None:
         """Write what `stored` has given."""
-        recurrent, inputs, kept = self.tensors
-        recurrent[slot] = found["recurrent"]
-        inputs[slot, :, : found["inputs"].shape[1]] = found["inputs"]
-        if "kept" in found:
-            kept[slot, :, : found["kept"].shape[1]] = found["kept"]
+        for name, part in found.items():
+            view = self.tensors[name][slot]
+            rows = self.kept[name].buffer.rows
+            (view if rows is None else view[:, : part.shape[1]]).copy_(part)
 
     def parts(self, slot: int) -> list[Tensor]:
-        """The memory of a slot without drafts, not copied: states, inputs of the convolution."""
-        recurrent, inputs, _ = self.tensors
-        return [recurrent[slot], inputs[slot, :, : self.delta_net.kernel - 1]]
+        """The memory of a slot without drafts, not copied."""
+        return list(self.views(slot).values())
 
     def release(self, slots: Iterable[int]) -> None:
         """Give the memory of `slots` back to the system; their contents are lost."""

@@ -255,7 +255,7 @@ def _tokens_in_memory(file: Path) -> int:
         config = ModelConfig.from_hf(read_json_object(file))
     except BitNetError:  # whoever loads the model says it
         return _MOST_TOKENS
-    rows = 2 * config.kv_layers * config.num_key_value_heads
+    rows = 2 * config.num_hidden_layers * config.num_key_value_heads
     found = machine.cache_budget() // (rows * KV_TYPES["bfloat16"].row_bytes(config.head_dim))
     return max(1, min(_MOST_TOKENS, found))
 

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.integrations.checkpoint import CheckpointError
+from bitnet_ops.nn.kv_config import kept_of
 from bitnet_ops.nn.kv_pool import PagedPool, best_layout
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -109,7 +110,7 @@ class KVLayer(nn.Module, AttentionLayerBase, PagedPool):
         c = self.config
         return FullAttentionSpec(
             block_size=vllm_config.cache_config.block_size,
-            num_kv_heads=c.kv_layers * c.num_key_value_heads,
+            num_kv_heads=kept_of(c)["key"].layers * c.num_key_value_heads,
             head_size=c.head_dim,
             dtype=self.dtype,
         )
@@ -117,7 +118,8 @@ class KVLayer(nn.Module, AttentionLayerBase, PagedPool):
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         """kv_cache [blocks, layers * kv_heads, block_size, 2 head_dim], contiguous."""
         self.kv_cache = kv_cache
-        self._caches = pools_of(kv_cache, self.config)
+        keys, values = pools_of(kv_cache, self.config)
+        self._caches = {"key": keys, "value": values}
         self.layout = best_layout(kv_cache.dtype, kv_cache.shape[2], self.config.head_dim)
 
 
@@ -126,11 +128,8 @@ def pools_of(kv_cache: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
 
     vLLM's own CPU attention divides the memory of a block the same way.
     """
-    layers, heads, dim = (
-        config.kv_layers,
-        config.num_key_value_heads,
-        config.head_dim,
-    )
+    keys, layers = kept_of(config)["key"]
+    heads, dim = keys.shape
     blocks, _, block_size, _ = kv_cache.shape
     split = kv_cache.view(blocks, layers, heads, 2, block_size, dim)
     keys, values = split.permute(3, 1, 0, 4, 2, 5)

@@ -27,9 +27,9 @@ from bitnet_ops.integrations.checkpoint import (
 )
 from bitnet_ops.integrations.vllm.kv_layer import KVLayer
 from bitnet_ops.integrations.vllm.quantization import BitNetConfig
+from bitnet_ops.models import TensorSpec, expected_tensors
 from bitnet_ops.models.decoder import Decoder
 from bitnet_ops.models.step_batch import StepBatch
-from bitnet_ops.models.tensors import TensorSpec, expected_tensors
 from bitnet_ops.nn.packing import PackedWeight
 from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT, check_head_format
 

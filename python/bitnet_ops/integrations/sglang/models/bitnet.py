@@ -27,10 +27,11 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
 from bitnet_ops import ops
+from bitnet_ops.blocks.attention import GLOBAL_ROPE
+from bitnet_ops.blocks.listing import listing
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.integrations.checkpoint import FUSED, CheckpointError, check_activation_dtype
 from bitnet_ops.models.composed import Composed
-from bitnet_ops.models.listing import GLOBAL_ROPE, listing
 from bitnet_ops.nn.rotary import rotary
 
 # checkpoint's layer -> (fused layer, shard id)

@@ -1,0 +1,132 @@
+"""A family's config as a program: the listing of blocks that C++ binds and composed.py interprets.
+
+The names that keys hold are those of modules in the decoder, which are Hugging Face's.
+docs/reference/program.md lists every kind of line and its keys. What a model is made of is read off
+the listing: its tensors, and what it keeps between steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from bitnet_ops.blocks.attention import GLOBAL_ROPE, LOCAL_ROPE, Attention
+from bitnet_ops.blocks.block import Block, Buffer, Line, TensorSpec, Value
+from bitnet_ops.blocks.delta_net import GatedDeltaNet
+from bitnet_ops.blocks.embedding import Embedding
+from bitnet_ops.blocks.head import Head
+from bitnet_ops.blocks.mlp import Mlp
+from bitnet_ops.config import ModelConfig, Rotation
+
+KINDS: Mapping[str, Block] = {
+    block.kind: block for block in (Embedding(), Attention(), GatedDeltaNet(), Mlp(), Head())
+}
+
+
+class Kept(NamedTuple):
+    """A buffer, and its layers: one for every line of the kind that keeps it."""
+
+    buffer: Buffer
+    layers: int
+
+
+def kept_by(lines: Sequence[Line]) -> dict[str, Kept]:
+    """What lines keep between steps, by name. Raises ValueError for one name of two forms."""
+    found: dict[str, Kept] = {}
+    counts = Counter(line.kind for line in lines)
+    for line in lines:
+        for buffer in KINDS[line.kind].state(line):
+            kept = Kept(buffer, counts[line.kind])
+            if (before := found.setdefault(buffer.name, kept)) != kept:
+                raise ValueError(
+                    f"listing: expected buffers {buffer.name} of one form, got {before} and {kept}"
+                )
+    return found
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A whole program. `str` of it is the text that `ops.bind_program` takes.
+
+    embedding: what gives the tokens that enter it, no line of the text. rotation: of the ternary
+    matrices, as config/hybrid.py has it.
+    """
+
+    model: Line
+    ropes: tuple[Line, ...]
+    blocks: tuple[Line, ...]
+    lora: tuple[Line, ...] = field(default=())
+    embedding: Line | None = None
+    rotation: Rotation | None = None
+
+    def __iter__(self) -> Iterator[Line]:
+        yield self.model
+        yield from self.ropes
+        yield from self.blocks
+        yield from self.lora
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) + "\n"
+
+    @property
+    def of_states(self) -> Listing:
+        """The same program with the rows behind the last norm as its result, not logits."""
+        *blocks, head = self.blocks
+        return replace(self, blocks=(*blocks, Line("head", {"norm": head.keys["norm"]})))
+
+    def tensors(self) -> dict[str, TensorSpec]:
+        """Every tensor of the model, in file order, under its Hugging Face name."""
+        found: dict[str, TensorSpec] = {}
+        *blocks, head = self.blocks
+        for line in blocks if self.embedding is None else (self.embedding, *blocks):
+            found |= KINDS[line.kind].tensors(line, self.model)
+        for name, shape in self.rotation.shapes.items() if self.rotation else ():
+            found[name] = TensorSpec("dense", shape)
+        return found | KINDS[head.kind].tensors(head, self.model)
+
+    def kept(self) -> dict[str, Kept]:
+        """What is kept between steps, by name."""
+        return kept_by(self.blocks)
+
+    def unread(self, position: int) -> tuple[int, int]:
+        """Positions [begin, end) that no token from `position` on reads in any block."""
+        found = [KINDS[line.kind].unread(line, position) for line in self.blocks]
+        ranges = [at for at in found if at is not None]
+        begin, end = (max(r[0] for r in ranges), min(r[1] for r in ranges)) if ranges else (0, 0)
+        return begin, max(begin, end)
+
+    def added(self) -> frozenset[str]:
+        """The projections whose results are added to the residual stream."""
+        keys = ((line, KINDS[line.kind].added) for line in self.blocks)
+        return frozenset(str(line.keys[key]) for line, key in keys if key is not None)
+
+
+def listing(config: ModelConfig, dtype: str = "float32", attention_factor: float = 1.0) -> Listing:
+    """The program of a model of `config` that computes on `dtype`, "float32" or "bfloat16"."""
+    c = config
+    model: dict[str, Value] = {"hidden": c.hidden_size, "dtype": dtype, "eps": c.rms_norm_eps}
+    if c.sub_norm_eps is not None:
+        model["sub_norm_eps"] = c.sub_norm_eps
+    if c.linear_norms:
+        model["linear_norm_eps"] = c.linear_norm_eps
+    ropes = [_rope(GLOBAL_ROPE, c.rotary_dim, attention_factor)]
+    if c.scalings.local:
+        ropes.append(_rope(LOCAL_ROPE, c.rotary_dim, 1.0))
+    kinds = [
+        (kind, layer)
+        for layer in range(c.num_hidden_layers)
+        for kind in ("delta_net" if c.is_delta_net(layer) else "attention", "mlp")
+    ]
+    return Listing(
+        Line("model", model),
+        tuple(ropes),
+        tuple(KINDS[kind].line(c, layer) for kind, layer in [*kinds, ("head", -1)]),
+        embedding=KINDS["embedding"].line(c, -1),
+        rotation=c.rotation,
+    )
+
+
+def _rope(name: str, dim: int, factor: float) -> Line:
+    return Line("rope", {"name": name, "dim": dim, "inv_freq": f"rope.{name}", "factor": factor})
