@@ -59,7 +59,7 @@ class ModelConfig:
     `post_norms`: RMSNorm on what attention and MLP give, before it is added (Gemma 3).
     `scalings`: constant factors, and what single layers do otherwise (config/scalings.py).
     `windows`: of every layer how many positions a token sees, itself included, 0: all before it;
-    empty where that is so in every layer (config/windows.py).
+    empty where that is so in every layer (config/scalings.py).
     `delta_net`: the layers of Gated DeltaNet among those of attention, None: there are none.
     `output_gate`: what attention gives is multiplied by sigmoid(gate); rows of q_proj are, head by
     head, those of the query and those of the gate. `partial_rotary`: features of a head that rotary
