@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from bitnet_ops.generate.engine import NewToken as NewToken
     from bitnet_ops.generate.engine import SamplingParams as SamplingParams
     from bitnet_ops.generate.engine import SchedulerOptions as SchedulerOptions
-    from bitnet_ops.generate.turns import EngineThread as EngineThread
+    from bitnet_ops.generate.engine_thread import EngineThread as EngineThread
     from bitnet_ops.integrations import BitNetLinearMethod as BitNetLinearMethod
     from bitnet_ops.integrations.transformers import BitnetOpsConfig as BitnetOpsConfig
     from bitnet_ops.integrations.transformers import accelerate as accelerate
@@ -45,7 +45,7 @@ _LAZY = {
     "BitNetLinearMethod": "bitnet_ops.integrations",
     "BitnetOpsConfig": "bitnet_ops.integrations.transformers",
     "Engine": "bitnet_ops.generate.engine",
-    "EngineThread": "bitnet_ops.generate.turns",
+    "EngineThread": "bitnet_ops.generate.engine_thread",
     "Failed": "bitnet_ops.generate.engine",
     "Finished": "bitnet_ops.generate.engine",
     "KVCache": "bitnet_ops.nn.kv_cache",

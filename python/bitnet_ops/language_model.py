@@ -23,11 +23,11 @@ from torch import Tensor
 from bitnet_ops.arguments import check_flag, check_kind, check_megabytes, check_path, shown
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.sparsity import read_sparsity
+from bitnet_ops.conversions import convert_again, resolve
 from bitnet_ops.errors import counted
 from bitnet_ops.formats import sglbitnt
 from bitnet_ops.generate.chat import (
     THINK,
-    RunIds,
     check_options_kind,
     whole_answer,
     without_oldest_turn,
@@ -35,6 +35,7 @@ from bitnet_ops.generate.chat import (
 from bitnet_ops.generate.constraint import Constraint, Thoughts
 from bitnet_ops.generate.engine import Engine, Limits, Run, check_adapter, token_ids
 from bitnet_ops.generate.grammar import Grammars
+from bitnet_ops.generate.run_ids import RunIds
 from bitnet_ops.generate.scoring import Score, embed, score
 from bitnet_ops.generate.text import (
     Completion,
@@ -46,7 +47,7 @@ from bitnet_ops.generate.text import (
 )
 from bitnet_ops.generate.tokenizer import Tokenizer, TokenizerError
 from bitnet_ops.loading.generation_config import GenerationConfig, read_generation_config
-from bitnet_ops.loading.resolve import LoadError, convert_again, resolve
+from bitnet_ops.loading.resolve import LoadError
 from bitnet_ops.loading.weight_choice import WeightChoice, check_use, choose_for_file
 from bitnet_ops.loading.weights import load_model
 from bitnet_ops.models import Decoder, dtype_of
@@ -107,10 +108,8 @@ def load(
         use: what "auto" is for: "single", one text after another; "batch", many sequences at once,
             prompts without long answers, drafts, embeddings or scores.
         head_format: of the output head, and of the embedding where it is tied: "int8", "int4",
-            "bf16", "float32", or "stored", as the file has it. "int8_screened" gives the tokens of
-            "int8" and reads less of it for steps of one sequence that are greedy or draw by
-            temperature alone, for three quarters more memory.
-            A matrix that the file holds as ternary weights stays what it is in every format.
+            "bf16", "float32", or "stored", as the file has it. A matrix that the file holds as
+            ternary weights stays what it is in every format.
         activation_format: what ternary weights with scales of groups multiply by: "int8" (one scale
             a token), "int8_group" (one for every 128 features of a token), "int16_group" (16 bits,
             as the heads have them; twice the arithmetic) or "auto", which is "int8_group". Models

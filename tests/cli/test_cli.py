@@ -21,8 +21,8 @@ import pytest
 
 import hf_writer
 from bitnet_ops.cli import COMMANDS, main
+from bitnet_ops.conversions import resolve
 from bitnet_ops.language_model import DEMO_DIR
-from bitnet_ops.loading.resolve import resolve
 from bitnet_ops.nn.storage import KV_TYPES
 from isa_control import ISAS
 
@@ -83,6 +83,8 @@ def test_generate_json(threads: str) -> None:
         "-n",
         "48",
         "--ignore-eos",
+        "--head-format",
+        "int8_screened",  # an old name
         "--threads",
         threads,
     )

@@ -20,10 +20,10 @@ import beside
 import bonsai
 import hybrids
 from bitnet_ops.config import ModelConfig, UnsupportedModelError
+from bitnet_ops.conversions import resolve
 from bitnet_ops.convert import ConvertError, convert
 from bitnet_ops.convert.report import ConvertReport
 from bitnet_ops.generate.tokenizer import Tokenizer
-from bitnet_ops.loading.resolve import resolve
 from hf_writer import FAMILIES, write_checkpoint
 
 FAMILY = FAMILIES["llama-online"]

@@ -98,8 +98,8 @@ def cases(model, count):
 
 
 def folder(model, destination, head):
+    from bitnet_ops.conversions import resolve
     from bitnet_ops.integrations.sglang.serving import write_folder
-    from bitnet_ops.loading.resolve import resolve
 
     shutil.rmtree(destination, ignore_errors=True)
     Path(destination).mkdir()

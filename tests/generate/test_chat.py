@@ -26,13 +26,13 @@ from bitnet_ops.dummy import model as dummy
 from bitnet_ops.generate import chat
 from bitnet_ops.generate.chat import (
     ChatTemplateError,
-    RunIds,
     opened_thought,
     render,
     whole_answer,
     without_oldest_turn,
 )
 from bitnet_ops.generate.engine import Engine
+from bitnet_ops.generate.run_ids import RunIds
 from bitnet_ops.generate.tokenizer import Tokenizer
 from bitnet_ops.language_model import DEMO_DIR, LanguageModel, load
 from bitnet_ops.models.step_batch import StepBatch

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers
 from tokenizers import Tokenizer as Backend
 
-from bitnet_ops.generate.chat import ChatTemplateError, RunIds
+from bitnet_ops.generate.chat import ChatTemplateError
+from bitnet_ops.generate.run_ids import RunIds
 from bitnet_ops.generate.tokenizer import Tokenizer, TokenizerError
 from chat_templates import STYLES
 

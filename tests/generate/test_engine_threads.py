@@ -26,7 +26,7 @@ from bitnet_ops.generate.engine import (
     Run,
     SchedulerOptions,
 )
-from bitnet_ops.generate.turns import EngineThread
+from bitnet_ops.generate.engine_thread import EngineThread
 from bitnet_ops.models.step_batch import StepBatch
 from counting_model import LONG, VOCAB, Counting, answers, drain, used
 from isa_control import torch_threads

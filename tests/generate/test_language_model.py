@@ -23,11 +23,11 @@ import bitnet_ops
 from bitnet_ops.config import UnsupportedModelError
 from bitnet_ops.convert import convert
 from bitnet_ops.formats.sglbitnt import SglbitntError, Writer
+from bitnet_ops.generate.engine_thread import EngineThread
 from bitnet_ops.generate.grammar import GrammarError
 from bitnet_ops.generate.request import ClosedError
 from bitnet_ops.generate.sampling import SamplingError
 from bitnet_ops.generate.tokenizer import ChatTemplateError, TokenizerError
-from bitnet_ops.generate.turns import EngineThread
 from bitnet_ops.language_model import DEMO_DIR, LanguageModel, LoadError, load
 from bitnet_ops.models import TensorError, build
 from bitnet_ops.nn.kv_cache import KVCache

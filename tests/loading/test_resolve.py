@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import beside
+from bitnet_ops import conversions as converting
 from bitnet_ops.cli import main
 from bitnet_ops.convert import ConvertError, convert
 from bitnet_ops.convert.inspect import inspect
@@ -55,13 +56,13 @@ def cache(tmp_path: Path) -> Path:
 def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The sources of the conversions that take place."""
     done: list[Path] = []
-    original = resolve._convert
+    original = converting._convert
 
     def counted(source: Path, target: Path) -> None:
         done.append(source)
         original(source, target)
 
-    monkeypatch.setattr(resolve, "_convert", counted)
+    monkeypatch.setattr(converting, "_convert", counted)
     return done
 
 
@@ -245,7 +246,7 @@ def test_a_source_that_changes_meanwhile_is_not_kept(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = iter(["a", "b"])
-    monkeypatch.setattr(resolve, "_name", lambda source: next(names))
+    monkeypatch.setattr(converting, "_name", lambda source: next(names))
     with pytest.raises(LoadError, match="to stay as it is while it is converted"):
         load(folder, cache=cache)
     assert made(cache) == []

@@ -1,6 +1,6 @@
 """One Scheme: converter, model config and serving engines read a quantization_config alike.
 
-What each Scheme computes is tested where it is used (test_families.py, test_sglang_core.py).
+What each Scheme computes is tested where it is used (test_families.py, test_sglang_model.py).
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from typing import Any
 
+import grimp
 import pytest
 import torch
 
@@ -40,6 +41,26 @@ def test_import_registers_the_ops_and_loads_nothing_heavy() -> None:
         "print(sorted(heavy & new), 'bitnet_ops.ops' in new)"
     )
     assert run.stdout.strip() == "[] True", run.stderr
+
+
+def test_opening_a_model_imports_no_converter() -> None:
+    run = python(
+        "import sys, bitnet_ops\n"
+        "bitnet_ops.load().generate('In', max_new_tokens=1)\n"
+        "print([name for name in sys.modules if name.startswith('bitnet_ops.convert')])"
+    )
+    assert run.stdout.strip() == "[]", run.stderr
+
+
+def test_no_modules_import_each_other_not_even_for_their_types() -> None:
+    graph = grimp.build_graph(
+        "bitnet_ops", exclude_type_checking_imports=False, cache_dir=None
+    )  # the package itself imports names for types only
+    below = {m: graph.find_modules_directly_imported_by(m) & graph.modules for m in graph.modules}
+    below.pop("bitnet_ops")
+    while leaves := {m for m, found in below.items() if not found & below.keys()}:
+        below = {m: found for m, found in below.items() if m not in leaves}
+    assert not below
 
 
 # (what is done before the import, words that the ImportError must hold)

@@ -22,7 +22,7 @@ PACKAGE = "bitnet_ops"
 # A library may look where it lies, and for torch beside the package.
 RUNPATHS = {"$ORIGIN", "$ORIGIN/../torch/lib"}
 STABLE = ("aoti_torch_", "torch_")
-# What the linker leaves open, and a function that door.cpp calls where a runtime has it.
+# What the linker leaves open, and a function that torch_views.cpp calls where a runtime has it.
 OPTIONAL = re.compile(r"__gmon_start__|_ITM_\w+|__cxa_finalize|omp_pause_resource_all")
 # A place of the machine of the build: in home folders and the like, or of a source file.
 BUILDER = re.compile(

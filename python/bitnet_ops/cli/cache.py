@@ -35,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns 0."""
-    from bitnet_ops.loading.resolve import cache_directory, conversions, prune
+    from bitnet_ops.conversions import conversions, prune
+    from bitnet_ops.loading.resolve import cache_directory
 
     cache = cache_directory(args.cache)
     asked = args.action == "prune"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bitnet_ops.cli.arguments import add_threads, integer
 from bitnet_ops.cli.terminal import print_lines, say
-from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT, HEAD_FORMATS
+from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT, HEAD_FORMATS, current_head_format
 
 _PATIENCE_S = 30.0  # for the requests that a server is answering when it is to end
 
@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--head-format",
         choices=tuple(HEAD_FORMATS),
+        type=current_head_format,
         default=DEFAULT_HEAD_FORMAT,
         help=f"of the output head (default {DEFAULT_HEAD_FORMAT})",
     )
@@ -61,8 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns SGLang's exit status."""
+    from bitnet_ops.conversions import resolve
     from bitnet_ops.integrations.sglang import launch, serving
-    from bitnet_ops.loading.resolve import local_path, resolve
+    from bitnet_ops.loading.resolve import local_path
 
     launch.check_version(args.untested)
     with tempfile.TemporaryDirectory(prefix="bitnet-ops-sglang-") as temporary:

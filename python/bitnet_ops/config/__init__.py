@@ -57,7 +57,7 @@ class ModelConfig:
     a long context, None: not at all.
     `scalings`: constant factors, and what single layers do otherwise (config/scalings.py).
     `windows`: of every layer how many positions a token sees, itself included, 0: all before it;
-    empty where that is so in every layer (config/windows.py).
+    empty where that is so in every layer (config/scalings.py).
     `delta_net`: the layers of Gated DeltaNet among those of attention, None: there are none.
     `partial_rotary`: features of a head that rotary embedding turns, the first ones; 0: all.
     `rotation`: matrices whose input is turned by a Hadamard transform, None: none

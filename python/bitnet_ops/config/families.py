@@ -27,7 +27,7 @@ class Family:
     sub_norms, qk_norm, biases, post_norms: parts, as ModelConfig has them.
     norm_offset: what a norm multiplies by is this more than what a checkpoint stores.
     scalings: it has those of config/scalings.py, by the keys that are read there.
-    windows: layers may have sliding windows, as config/windows.py reads them.
+    windows: layers may have sliding windows, as config/scalings.py reads them.
     hybrid: layers of Gated DeltaNet among those of attention, as config/hybrid.py reads them.
     tied: what tie_word_embeddings means where config.json is silent.
     required: keys of config.json that must have these values.

@@ -1,7 +1,7 @@
 """What `bitnet-ops inspect` shows: what a model file or folder holds, tensor by tensor; totals.
 
 Reads and checks all of it; runs no model. It must not know kinds of files, nor their bytes:
-sources.py hands out what is in them; nor how it is shown.
+source.py hands out what is in them; nor how it is shown.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`quantize`: master weights -> ternary, after a look at whether they were trained to be.
 
-The look is masters.py's; the .bin is `convert`'s; here are the decision and the packed Hugging Face
-folder (autobitlinear offline), written tensor by tensor. It must not know the command line.
+Here are the look, the decision and the packed Hugging Face folder (autobitlinear offline), written
+tensor by tensor; the .bin is `convert`'s. It must not know the command line.
 """
 
 from __future__ import annotations

@@ -7,15 +7,30 @@ the tokens of each prompt in a Generation.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn, Protocol
 
 from bitnet_ops.errors import counted
 from bitnet_ops.generate.request import Event, Failed, NewToken, Request
 
-if TYPE_CHECKING:
-    from bitnet_ops.generate.engine import Engine
+
+class RequestRunner(Protocol):
+    """What a run needs of an engine."""
+
+    seconds: float  # of all steps so far
+
+    def _submit(self, request: Request) -> None:
+        """Queue a request."""
+
+    def _advance(self, inbox: Sized) -> None:
+        """Take a step unless `inbox` has something; while another thread steps, wait for it."""
+
+    def abort(self, id: int) -> bool:
+        """End a request."""
+
+    def _abandon(self, ids: list[int]) -> None:
+        """End requests; takes no lock, so that a finalizer may call it."""
 
 
 @dataclass
@@ -94,7 +109,7 @@ class Run:
     Attributes: `generations`, one per prompt, growing; `timing`; `active`, False at the end.
     """
 
-    def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
+    def __init__(self, engine: RequestRunner, requests: Sequence[Request]) -> None:
         self._engine, self._requests = engine, list(requests)
         self._queued = False
         self._rows = {request.id: row for row, request in enumerate(requests)}

@@ -1,26 +1,15 @@
-"""What people name -> a model file: a directory, .bin, checkpoint, GGUF file or Hugging Face id.
+"""What people name -> where it lies: a directory, .bin, checkpoint, GGUF file or Hugging Face id.
 
-Checkpoints and GGUF files are converted once, into the cache directory, under a name that follows
-from their files; whoever comes at the same time waits. Ids are downloaded by huggingface_hub, which
-also decides whether anything may be downloaded (HF_HUB_OFFLINE). A path that exists is never an id.
+Ids are downloaded by huggingface_hub, which also decides whether anything may be downloaded
+(HF_HUB_OFFLINE). A path that exists is never an id. What has to be converted is
+conversions.py's.
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import importlib.metadata
-import json
-import logging
 import os
 import re
-import shutil
-import sys
-import tempfile
-import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,15 +17,8 @@ from typing import Any, NoReturn
 from bitnet_ops.arguments import check_path
 from bitnet_ops.errors import BitNetError, counted, install
 from bitnet_ops.formats import gguf, sglbitnt
-from bitnet_ops.untrusted import printable
 
 ENVIRONMENT = "BITNET_OPS_CACHE"
-CONVERTED = "converted"  # the folder of conversions in the cache directory
-_VERSION = 3  # of what is converted how; raise it when conversions of old are not to be used
-_REPORT = "report.json"
-_CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.jinja", "1_Pooling/config.json")
-
-_OURS = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*-[0-9a-f]{32}")  # a name that `_name` makes
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _FILE_ENDINGS = (".bin", ".gguf", ".safetensors", ".json", ".txt")
@@ -57,8 +39,6 @@ _DOWNLOADED = [
 # the parts behind the first, and what macOS leaves on other disks.
 _NO_MODEL = re.compile(r"(\.|mtp-).*|.*(mmproj|imatrix).*|.*-(?!00001)\d{5}-of-\d{5}\.gguf", re.I)
 
-_log = logging.getLogger("bitnet_ops")
-
 
 class LoadError(BitNetError, ValueError):
     """A path that holds no model; the message says what was looked for and found."""
@@ -76,26 +56,17 @@ class Found:
     source: Path | None = None
 
 
-def resolve(
-    path: str | os.PathLike[str],
-    *,
-    convert: bool = True,
-    cache: str | os.PathLike[str] | None = None,
-) -> Found:
-    """The model file that `path` means, converted into the cache directory if it has to be.
+def find(path: str | os.PathLike[str], convert: bool) -> Path | Found:
+    """The model that `path` means, or what has to be converted first: a folder, a GGUF file.
 
-    `convert`: False takes converted models alone. `cache`: as of `cache_directory`.
-    Raises LoadError, HubError, convert.ConvertError.
+    convert: False takes converted models alone. Raises LoadError, HubError.
     """
     _check_id(path, convert)
-    source = _source_at(local_path(path), convert)
-    if isinstance(source, Found):
-        return source
-    return Found(_conversion(source, cache_directory(cache)), source)
+    return _source_at(local_path(path), convert)
 
 
 def check_name(path: str | os.PathLike[str], *, convert: bool = True) -> None:
-    """Raise what `resolve` raises of a name that means no model; nothing is made or downloaded.
+    """Raise what `find` raises of a name that means no model; nothing is made or downloaded.
 
     Also SglbitntError for a file that is none.
     """
@@ -131,15 +102,6 @@ def _source_at(place: Path, convert: bool) -> Path | Found:
     return source
 
 
-def convert_again(found: Found, why: Exception) -> Found:
-    """The conversion `found`, which is damaged as `why` says, made anew."""
-    assert found.source is not None
-    target = found.file.parent
-    _warn(target, why)
-    shutil.rmtree(target)
-    return Found(_conversion(found.source, target.parent.parent), found.source)
-
-
 def _to_convert(place: Path) -> tuple[Path | None, str]:
     """The checkpoint folder or GGUF file that `place` is or holds, and what to call it."""
     if gguf.is_gguf(place):
@@ -162,9 +124,6 @@ def _to_convert(place: Path) -> tuple[Path | None, str]:
 def _models(files: list[Path]) -> list[Path]:
     """Those of GGUF files that hold a model by their names; all where none does."""
     return [file for file in files if not _NO_MODEL.fullmatch(file.name)] or files
-
-
-# The cache of conversions -------------------------------------------------------------------------
 
 
 def cache_directory(choice: str | os.PathLike[str] | None = None) -> Path:
@@ -191,137 +150,6 @@ def cache_directory(choice: str | os.PathLike[str] | None = None) -> Path:
         raise LoadError(
             f"load: expected a home directory, got none; set {ENVIRONMENT} to a directory"
         ) from None
-
-
-def _conversion(source: Path, cache: Path) -> Path:
-    """The model file of `source` in the cache, converted now if it is not there."""
-    root = cache / CONVERTED
-    target = root / _name(source)
-    try:
-        root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not _is_whole(target):
-            with _turn(target):
-                if not _is_whole(target):  # no other process made it meanwhile
-                    _convert(source, target)
-    except OSError as error:
-        raise LoadError(
-            f"load: expected room for a conversion of {source} in {root}, got {error}; name "
-            f"another directory by cache= or {ENVIRONMENT}, or convert it yourself: "
-            f"bitnet-ops convert {source} DST"
-        ) from error
-    with suppress(OSError):  # not ours to write to
-        os.utime(target)  # for `prune`
-    return target / sglbitnt.MODEL_FILE
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """One in the cache. `used`: when it was last loaded, in seconds since 1970."""
-
-    folder: Path
-    bytes: int
-    used: float
-
-
-def conversions(cache: Path) -> list[Conversion]:
-    """Those in the cache, the one loaded last at the end."""
-    found = []
-    root = cache / CONVERTED
-    for folder in root.iterdir() if root.is_dir() else ():
-        if _OURS.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink():
-            size = sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())
-            found.append(Conversion(folder, size, folder.stat().st_mtime))
-    return sorted(found, key=lambda one: one.used)
-
-
-def prune(cache: Path, age_s: float) -> list[Conversion]:
-    """Remove the conversions that nothing has loaded for so long; returns them.
-
-    A process that has one mapped keeps it until it ends.
-    """
-    old = [one for one in conversions(cache) if one.used <= time.time() - age_s]
-    for one in old:
-        with _turn(one.folder):  # nobody is making it
-            shutil.rmtree(one.folder)
-    return old
-
-
-def _name(source: Path) -> str:
-    """A name for people, then the hash of all that the conversion depends on.
-
-    Of every file its size and both its times: whoever changes data in place can reset the time of
-    modification, but not the time at which the system saw the change.
-    """
-    files = [source]
-    if source.is_dir():
-        files = sorted({file for p in _CHECKPOINT_FILES for file in source.glob(p)})
-    about: list[object] = [
-        _VERSION,
-        importlib.metadata.version("bitnet-ops"),
-        str(source.resolve()),
-    ]
-    for file in files:
-        status = file.stat()
-        about.append([str(file), status.st_size, status.st_mtime_ns, status.st_ctime_ns])
-    key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
-    name = source.name if source.is_dir() else source.stem  # bitnet-b1.58-2B-4T has no ending
-    return re.sub(r"[^A-Za-z0-9._-]", "_", name or "model").lstrip(".")[:40] + f"-{key}"
-
-
-def _is_whole(target: Path) -> bool:
-    """Whether `target` holds every file that its report lists."""
-    try:
-        names = json.loads((target / _REPORT).read_text())["files"]
-        return all((target / name).is_file() for name in {sglbitnt.MODEL_FILE, *names})
-    except (OSError, ValueError, TypeError, LookupError, RecursionError):
-        return False
-
-
-def _warn(target: Path, why: object) -> None:
-    warnings.warn(
-        f"cache: expected a converted model in {target}, got {why}; it is made again", stacklevel=3
-    )
-
-
-@contextmanager
-def _turn(target: Path) -> Iterator[None]:
-    """One process at a time makes `target`; the lock ends with the process."""
-    with open(target.with_name(f".{target.name}.lock"), "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            _log.debug("no locks in %s: two processes may do the same work", target.parent)
-        yield
-
-
-def _convert(source: Path, target: Path) -> None:
-    """Convert `source`; `target` appears whole."""
-    from bitnet_ops.convert import convert  # only who converts needs the converter
-    from bitnet_ops.convert.progress import progress_bar
-
-    for left in target.parent.glob(f".{target.name}.making-*"):  # of a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
-    if target.exists():
-        _warn(target, "some of its files")
-        shutil.rmtree(target)
-    told = f"converting {source} (once; kept in {target.parent})"
-    _log.info(told)
-    on_terminal = sys.stderr is not None and sys.stderr.isatty()
-    if on_terminal:
-        print(printable(told), file=sys.stderr)  # noqa: T201 (cli/terminal.py is above)
-    making = Path(tempfile.mkdtemp(prefix=f".{target.name}.making-", dir=target.parent))
-    try:
-        made = making / "model"
-        with progress_bar(told) as progress:
-            convert(source, made, progress=progress)
-        if _name(source) != target.name:
-            raise LoadError(
-                f"load: expected {source} to stay as it is while it is converted, got other files "
-                "or times; load it again when nobody writes to it"
-            )
-        os.rename(made, target)
-    finally:
-        shutil.rmtree(making, ignore_errors=True)
 
 
 # Hugging Face ids ---------------------------------------------------------------------------------

@@ -20,13 +20,13 @@ from typing import TypeVar
 from torch import Tensor
 
 from bitnet_ops.generate.engine import Engine, Event, Failed, Finished, Limits, NewToken
+from bitnet_ops.generate.engine_thread import EngineThread
 from bitnet_ops.generate.grammar import ConstraintError
 from bitnet_ops.generate.request import Consumer, PromptError
 from bitnet_ops.generate.run import TokenLogprobs
 from bitnet_ops.generate.sampling import SamplingError, SamplingParams
 from bitnet_ops.generate.scoring import embed_steps, prompt_logprobs_steps
 from bitnet_ops.generate.tokenizer import TokenizerError
-from bitnet_ops.generate.turns import EngineThread
 from bitnet_ops.nn.blocks import PoolFullError
 from bitnet_ops.server.catalog import Catalog, Served
 from bitnet_ops.server.exchange import Ask, AskError, CallArguments, Delta, Reasoning, Text
