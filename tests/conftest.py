@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,23 +60,40 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what is quick, and leaves `all_stage` to BITNET_CI_ALL=1."""
-    taken: dict[tuple[object, ...], int] = {}
+    """Marks what is quick, and takes the sample that a whole run takes."""
+    taken: Counter[tuple[object, ...]] = Counter()
     for item in items:
-        name = f"{item.path.name}::{item.name.partition('[')[0]}"
-        cases = item.callspec.params if hasattr(item, "callspec") else {}
-        kind = (name, cases.get("isa"), getattr(cases.get("sample"), "op", None))
-        taken[kind] = taken.get(kind, 0) + 1
-        if taken[kind] <= QUICK.get(name, 0):
+        kind = _kind(item)
+        taken[kind] += 1
+        if taken[kind] <= QUICK.get(str(kind[0]), 0):
             item.add_marker(pytest.mark.quick)
-    if config.option.markexpr == "quick" and not config.option.file_or_dir:
+    if config.option.file_or_dir or config.option.keyword:
+        return
+    if config.option.markexpr == "quick":
         lost = QUICK.keys() - {kind[0] for kind in taken}
         if lost:
             raise pytest.UsageError(f"tests/conftest.py, QUICK: no such tests: {sorted(lost)}")
-    if os.environ.get("BITNET_CI_ALL") != "1" and not config.option.markexpr:
-        later = [item for item in items if item.get_closest_marker("all_stage")]
-        items[:] = [item for item in items if not item.get_closest_marker("all_stage")]
-        config.hook.pytest_deselected(items=later)
+    elif os.environ.get("BITNET_CI_ALL") != "1":
+        _leave_to_the_night(config, items)
+
+
+def _kind(item: pytest.Item) -> tuple[object, ...]:
+    """File and test, ISA, and op: cases of one kind differ in the rest."""
+    cases = item.callspec.params if hasattr(item, "callspec") else {}
+    name = f"{item.path.name}::{item.name.partition('[')[0]}"
+    return name, cases.get("isa"), getattr(cases.get("sample"), "op", None)
+
+
+def _leave_to_the_night(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test marked sampled(count), the first `count` cases of each kind stay."""
+    taken: Counter[tuple[object, ...]] = Counter()
+    kept, later = [], []
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        taken[kind := _kind(item)] += 1
+        (later if mark and taken[kind] > mark.args[0] else kept).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=later)
 
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)

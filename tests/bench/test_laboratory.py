@@ -65,6 +65,7 @@ def test_every_module_imports() -> None:
     ],
     ids=lambda words: words.split()[0],
 )
+@pytest.mark.sampled(2)
 def test_every_entry_point_runs(words: str, shown: str, tmp_path: Path) -> None:
     words = words.replace("PYTHON", sys.executable).replace("FOLDER", str(tmp_path))
     assert shown in entry(words)

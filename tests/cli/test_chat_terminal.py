@@ -73,6 +73,7 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on() -> None:
     "typed",
     ['"""And God\nsaid unto"""\n', "And God\\\nsaid unto\n", '"""\nAnd God\nsaid unto\n"""\n'],
 )
+@pytest.mark.sampled(1)
 def test_a_message_of_several_lines_is_one_message(typed: str) -> None:
     expected = cli("chat", "--plain", "-n", "8", "--temp", "0", data=typed.encode())
     whole = cli("generate", "And God\nsaid unto", "-n", "8")

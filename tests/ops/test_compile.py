@@ -62,6 +62,7 @@ TRACED = [s for s in COMPARABLE_SAMPLES if s in SAMPLES[s.op][1::3] or s.name ==
 
 
 @pytest.mark.parametrize("sample", TRACED, ids=lambda sample: sample.id)
+@pytest.mark.sampled(1)
 def test_traced_wrapper_equals_eager(sample: Sample) -> None:
     """Through dynamo and AOT autograd with symbolic shapes, without the compiling backend."""
     compiled = torch.compile(

@@ -86,6 +86,7 @@ def test_an_op_mutates_caches_and_their_scales_alone_and_no_result_aliases(op: s
 
 
 @pytest.mark.parametrize("sample", ALL_SAMPLES, ids=lambda sample: sample.id)
+@pytest.mark.sampled(2)
 def test_opcheck(sample: Sample) -> None:
     overload = getattr(torch.ops.bitnet, sample.op).default
     utils = ["test_schema", "test_autograd_registration", "test_faketensor"]
