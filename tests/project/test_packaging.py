@@ -188,6 +188,7 @@ def test_sdist_holds_the_sources_and_no_build_products(sdist: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(0)
 def test_isolated_build_uses_the_installed_torch(wheel: Built) -> None:
     torch = metadata.version("torch")
     where = "installed in the environment outside build isolation"
@@ -197,6 +198,7 @@ def test_isolated_build_uses_the_installed_torch(wheel: Built) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(0)
 def test_wheel_tag_and_content(wheel: Built) -> None:
     assert wheel.path.name.startswith(f"bitnet_ops-{VERSION}-{TAG}-{TAG}-linux_")
     with zipfile.ZipFile(wheel.path) as archive:
@@ -219,6 +221,7 @@ def test_wheel_tag_and_content(wheel: Built) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(0)
 def test_wheel_installs_and_imports_without_a_compiler(
     wheel: Built, environment: Environment, tmp_path: Path
 ) -> None:
