@@ -3,7 +3,7 @@
 Run from the root of the source tree, each with --help:
     python -m benchmarks.before_after PYTHON   whole models, this version and an older one by turns
     python -m benchmarks.products_before_after PYTHON   likewise ternary products, size by size
-    python -m benchmarks.neighbour             decode and prompts beside what disturbs threads
+    python -m benchmarks.interference          decode and prompts beside what disturbs threads
     python -m benchmarks.goals [--check]       the goals for speed: target, stretch, measured
     python -m benchmarks.page FILE             a page of this machine: goals, models, ops
     python -m benchmarks.plots                 pictures from the reports of `bitnet-ops bench`

@@ -68,14 +68,14 @@ def cosines(
         return dense
 
     model.set_attention("top_k:1")  # caches keep bounds, and all is read
-    model.fused_step = False
+    model.run_as = "ops"
     PagedPool.attend = attend  # type: ignore[method-assign,assignment]
     try:
         for ids in texts:
             model(ids[None], KVCache(model.config, 1, CONTEXT))
     finally:
         PagedPool.attend = plain  # type: ignore[method-assign]
-        model.fused_step = True
+        model.run_as = "program"
     return {name: {"cosine": c / n, "read": r / p} for name, (c, n, r, p) in sums.items()}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.goal_results import Measured
-from benchmarks.parts import parts_row
+from benchmarks.step_breakdown import parts_row
 from bitnet_ops import _runtime
 from bitnet_ops.bench import run_model
 from bitnet_ops.bench.limits import MachineLimits

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import compare_engines, engines, goal_results, goals, plots
-from benchmarks.parts import parts_rows, parts_table
+from benchmarks.step_breakdown import parts_rows, parts_table
 from benchmarks.torch_int8 import with_int8
 from bitnet_ops.bench import ops, report, run_model
 from bitnet_ops.bench.limits import MachineLimits

@@ -75,7 +75,7 @@ def effects(
                 sums[policy][i] += value
         return dense
 
-    model.fused_step = False
+    model.run_as = "ops"
     patched: Any = Composed
     patched.project = project
     try:
@@ -83,7 +83,7 @@ def effects(
             model(ids[None], KVCache(model.config, 1, CONTEXT))
     finally:
         patched.project = plain
-        model.fused_step = True
+        model.run_as = "program"
     return {policy: (zeros / n, cosine / n) for policy, (zeros, cosine, n) in sums.items()}
 
 

@@ -32,8 +32,7 @@ C_LIBRARY = re.compile(
 GETTER = re.compile(r"bitnet::(\w+)::table\(\)")
 AVX = re.compile(r"\s(v[a-z0-9]+)\s+.*%(?:xmm|ymm|zmm)\d+|%[yz]mm\d+")
 # Anything versioned comes from the C or C++ runtime; the unversioned names are the linker's own.
-# The last one is weak: of the OpenMP runtime that torch has loaded, if that knows it
-# (torch_views.cpp).
+# The last one is weak: of the OpenMP runtime that torch loaded, if that knows it (torch_views.cpp).
 RUNTIME_SYMBOL = re.compile(
     r".*@(GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+|__gmon_start__|_ITM_\w+|__cxa_finalize.*|__tls_get_addr.*"
     r"|omp_pause_resource_all"

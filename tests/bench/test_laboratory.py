@@ -55,7 +55,7 @@ def test_every_module_imports() -> None:
         ("engine_studies --dummy tiny --quick -t 1", '"speculation"'),
         ("goals --help", "--check"),
         ("many_cores --help", "--bandwidth"),
-        ("neighbour --runs 1 --layers 1 --prompt 4 --only one~thread --before PYTHON", "before"),
+        ("interference --runs 1 --layers 1 --prompt 4 --only one~thread --before PYTHON", "before"),
         (
             "products_before_after PYTHON --shapes 64x128 300x256 --tokens 1 3 --threads 1"
             " --turns 2 --format 1.6bit",

@@ -86,21 +86,21 @@ def test_every_way_of_running_it_is_the_same_bit_for_bit(measured):
 
     expected = run(9)
     assert torch.equal(run(4, 1, 1, 1, 1, 1), expected)
-    model.fused_step = False
+    model.run_as = "ops"
     assert torch.equal(run(*[1] * 9), expected)
-    model.fused_step = True
+    model.run_as = "program"
     alone = model(ids[:1], KVCache(model.config, 1, 9, torch.float32))
     assert torch.equal(alone, expected[:1])
     assert model.program is not None  # every family is one call
     for fused in (True, False):
-        model.fused_step = fused
+        model.run_as = "program" if fused else "ops"
         pool = KVPool(model.config, 6, 4, torch.float32)
         for begin, end in ((0, 4), (4, 5), (5, 9)):  # chunks, in blocks of both that alternate
             steps = [SequenceStep(row[begin:end].tolist(), begin, blocks, end - begin)
                      for row, blocks in zip(ids, ([5, 1, 3], [0, 4, 2]), strict=True)]  # fmt: skip
             logits = model.step(StepBatch.of(steps, 4), pool)
             assert torch.equal(logits, expected[:, begin:end].transpose(0, 1).flatten(0, 1))
-    model.fused_step = True
+    model.run_as = "program"
 
 
 @torch.inference_mode()

@@ -147,9 +147,9 @@ def test_every_layout_and_path_gives_the_same_bits(
         model = load(
             model_folder, weight_format=weight_format, activation_format=activation_format
         ).model
-        assert model.fused_step
+        assert model.run_as == "program"
         found.append(logits_of(model, ids))
-        model.fused_step = False
+        model.run_as = "ops"
         found.append(logits_of(model, ids))
     assert found[0].isfinite().all()
     for logits in found[1:]:

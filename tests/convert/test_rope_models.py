@@ -82,9 +82,9 @@ def test_transformers_gives_the_same_logits(tmp_path: Path, kind: str) -> None:
         batch = StepBatch.of([SequenceStep(tokens, 0, list(range(4)), len(tokens))], 4)
         batch = dataclasses.replace(batch, positions=at(ids))
         logits = model.step(batch, KVPool(model.config, 4, 4, torch.float32))
-        model.fused_step = False
+        model.run_as = "ops"
         composed = model.step(batch, KVPool(model.config, 4, 4, torch.float32))
-        model.fused_step = True
+        model.run_as = "program"
         assert torch.equal(logits, composed)
         return logits
 

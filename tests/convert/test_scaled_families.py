@@ -238,11 +238,11 @@ def test_the_step_is_the_composition_of_ops(gemma: Decoder) -> None:
     ids = list(range(2, 40))
     for dtype in (torch.float32, torch.bfloat16):
         model = gemma.to(dtype)
-        model.fused_step = True
+        model.run_as = "program"
         step = logits(model, ids)
-        model.fused_step = False
+        model.run_as = "ops"
         assert torch.equal(logits(model, ids), step)
-    gemma.to(torch.float32).fused_step = True
+    gemma.to(torch.float32).run_as = "program"
 
 
 def inner_norms(folder: Path, change: Any) -> Path:

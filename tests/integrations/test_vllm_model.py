@@ -134,7 +134,7 @@ def test_hidden_states_are_those_of_the_composed_ops(surface, head):
     ids = prompt_ids(cases()[0])
     hidden, _ = step(model, name, [(ids, 0)], [[4, 1, 0]])
     decoder = model.decoder
-    decoder.fused_step = False
+    decoder.run_as = "ops"
     composed = decoder.hidden(torch.tensor([ids]))[0]
     assert torch.equal(hidden[: len(ids)], composed)
 

@@ -85,14 +85,14 @@ def model(request: pytest.FixtureRequest, models: dict[str, Decoder]) -> Decoder
 
 def composed(model: Decoder, ids: torch.Tensor, adapter: str | None) -> torch.Tensor:
     """Logits [T, V] of one sequence alone, by single ops on one thread."""
-    model.fused_step = False
+    model.run_as = "ops"
     try:
         with torch_threads(1):
             return model(ids[None], KVCache(model.config, 1, len(ids), torch.float32), 0, adapter)[
                 0
             ]
     finally:
-        model.fused_step = True
+        model.run_as = "program"
 
 
 @torch.inference_mode()
@@ -140,9 +140,9 @@ def test_rows_of_several_adapters_in_one_step_are_each_alone(model: Decoder) -> 
 
     for label in every_configuration():
         compare(label)
-    model.fused_step = False
+    model.run_as = "ops"
     compare("composed")
-    model.fused_step = True
+    model.run_as = "program"
 
 
 @torch.inference_mode()
@@ -217,11 +217,11 @@ def alone(model: Decoder, prompt: int, params: int, adapter: str | None) -> list
     """The tokens of a request that nothing runs beside, by single ops."""
     key = prompt, params, adapter
     if key not in ALONE:
-        model.fused_step = False
+        model.run_as = "ops"
         engine = Engine(model, scheduling=SchedulerOptions(prefix_cache=False))
         engine.add(PROMPTS[prompt], PARAMS[params], LIMITS, adapter=adapter)
         ALONE[key] = tokens_of(engine)[0]
-        model.fused_step = True
+        model.run_as = "program"
     return ALONE[key]
 
 
@@ -327,7 +327,7 @@ def test_an_unknown_adapter_is_one_error(models: Any) -> None:
         engine.add(PROMPTS[1], None, LIMITS, adapter="x")
     assert tokens_of(engine) == {running: alone(model, 0, 0, "few")}
     cache = KVCache(model.config, 1, 4, torch.float32)
-    for model.fused_step in (False, True):
+    for model.run_as in ("ops", "program"):
         with pytest.raises(LoraError, match=message):
             model(torch.tensor([[1]]), cache, adapter="x")
     assert int(cache.lengths[0]) == 0

@@ -95,7 +95,7 @@ def test_the_program_is_the_composed_ops(case: str, dtype: torch.dtype) -> None:
     model = hybrid(case, layers=4, dtype=dtype)
     results = []
     for fused in (True, False):
-        model.fused_step = fused
+        model.run_as = "program" if fused else "ops"
         assert (model.program is not None) == fused
         cache = cache_for(model, 3)
         pool, sequences = cache.pool, ids(3, 20).tolist()
@@ -351,7 +351,7 @@ class _Ops(SimpleNamespace):
 def exact_model(case: Case) -> Decoder:
     model = hybrid(case)
     model.set_activation_format("int16_group")
-    model.fused_step = False
+    model.run_as = "ops"
     return model
 
 

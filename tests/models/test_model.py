@@ -274,7 +274,7 @@ def test_weights_made_for_other_lanes_are_rejected_by_name() -> None:
                 run(model, ids)
                 continue
             for fused in (True, False):
-                model.fused_step = fused
+                model.run_as = "program" if fused else "ops"
                 with pytest.raises(RuntimeError, match=f"repacked for {isa}; repack again"):
                     run(model, ids)
 

@@ -61,11 +61,11 @@ def test_every_way_of_running_it_is_the_same_bit_for_bit(
     whole = in_chunks(model, kv_dtype, 330)
     assert torch.equal(in_chunks(model, kv_dtype, 3, 64, 1, 100, 162), whole)
     assert torch.equal(in_chunks(model, kv_dtype, *[1] * 330), whole)
-    model.fused_step = False
+    model.run_as = "ops"
     try:
         assert torch.equal(in_chunks(model, kv_dtype, 200, *[1] * 6, 124), whole)
     finally:
-        model.fused_step = True
+        model.run_as = "program"
     plain = in_chunks(tiny_model(SMALL["bitnet-offline"]), kv_dtype, 330)
     assert torch.equal(whole[:, :20], plain[:, :20])
     assert not torch.equal(whole[:, -1], plain[:, -1])

@@ -31,13 +31,14 @@ from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.linear import BitLinear
 from bitnet_ops.nn.storage import CPU_SPECIFIC, KV_TYPES
 from bounds import assert_equal
+from hf_writer import make_network
 from isa_control import ISAS, every_configuration, forced_isa, torch_threads
 from op_catalogue import composed
 from op_catalogue import results as produced
 from op_values import ACTIVATIONS, KV_DTYPES
 from ops_model_step import model_step_arguments
 from programs import Sample, of
-from tiny_models import NAMES, SMALL, config_of, random_ids, tiny_model
+from tiny_models import NAMES, SMALL, config_of, random_ids, tensors_of, tiny_model
 
 FUNCTIONS = ops.model_step, functools.partial(composed, ops, "model_step")
 
@@ -51,7 +52,7 @@ def decode(model: Decoder, ids: Tensor, kv_dtype: torch.dtype, fused: bool) -> l
 
     And the states that the head reads.
     """
-    model.fused_step = fused
+    model.run_as = "program" if fused else "ops"
     cache = KVCache(model.config, ids.shape[0], ids.shape[1] + 1, kv_dtype)
     logits = [model(ids[:, :3], cache)]
     logits += [model(ids[:, t : t + 1], cache) for t in range(3, ids.shape[1])]
@@ -366,12 +367,12 @@ def test_a_row_of_a_batch_decodes_on(kv_dtype: torch.dtype) -> None:
     with torch.inference_mode():
         results = []
         for fused in (False, True):
-            model.fused_step = fused
+            model.run_as = "program" if fused else "ops"
             cache = KVCache(model.config, 3, 12, kv_dtype)
             model(ids[:, :4], cache)
             row = cache.row(1)
             results.append(torch.cat([model(ids[1:2, t : t + 1], row) for t in range(4, 9)]))
-        model.fused_step = True
+        model.run_as = "program"
     assert_equal(results[1], results[0])
 
 
@@ -475,3 +476,15 @@ def test_more_threads_than_units() -> None:
             arguments = model_step_arguments(g, hidden=2000, inner=2000, kv_heads=1)
             results.append(function(*arguments))
     assert_equal(results[0], results[1])
+
+
+def test_how_a_model_runs_has_an_older_spelling() -> None:
+    family = SMALL["bitnet-offline"]
+    parts = config_of(family), tensors_of(family, make_network(family))
+    model, whole = Decoder(*parts, fused_step=False), Decoder(*parts)
+    assert model.run_as == "ops" and model.program is None
+    assert whole.run_as == "program" and whole.fused_step and whole.program is not None
+    model.fused_step = True
+    assert model.run_as == "program"
+    with pytest.raises(ValueError, match="expected run_as as 'program' or 'ops', got 'step'"):
+        Decoder(*parts, run_as="step")  # type: ignore[arg-type]

@@ -40,7 +40,7 @@ def test_bfloat16_is_the_model_built_in_bfloat16() -> None:
     before = {name: b.dtype for name, b in model.named_buffers() if "lm_head" not in name}
     assert model.to(torch.bfloat16).dtype == torch.bfloat16
     assert torch.equal(model(ids), expected) and not torch.equal(expected, exact)
-    model.fused_step = False
+    model.run_as = "ops"
     assert torch.equal(model(ids), expected)
     kept = {name: b.dtype for name, b in model.named_buffers()}
     assert all(kept[name] == dtype for name, dtype in before.items() if "embed" not in name)
@@ -97,7 +97,7 @@ def test_a_layer_keeps_its_codes_and_scale() -> None:
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_model_runs_without_a_cache(fused: bool) -> None:
     model, ids = tiny_model(FAMILY), random_ids(3, 2, 9)
-    model.fused_step = fused
+    model.run_as = "program" if fused else "ops"
     expected = model(ids, KVCache(model.config, 2, 9, torch.float32))
     assert expected.shape == (2, 9, model.config.vocab_size)
     assert torch.equal(model(ids), expected) and torch.equal(model(ids), expected)

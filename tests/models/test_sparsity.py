@@ -35,7 +35,7 @@ POLICIES = ("exact", "auto", *DROPPING)
 @torch.inference_mode()
 def logits_of(model: Decoder, ids: Tensor, fused: bool = True, first: int = 3) -> Tensor:
     """Of every position: a prompt of `first`, then token by token."""
-    model.fused_step = fused
+    model.run_as = "program" if fused else "ops"
     cache = KVCache(model.config, len(ids), ids.shape[1], torch.float32)
     parts = [ids[:, :first], *(ids[:, i : i + 1] for i in range(first, ids.shape[1]))]
     return torch.cat([model(part, cache) for part in parts], 1)

@@ -120,11 +120,11 @@ def test_every_way_of_running_it_is_the_same_bit_for_bit(
     whole = in_chunks(model, kv_dtype, 200)
     assert torch.equal(in_chunks(model, kv_dtype, 3, 64, 1, 100, 32), whole)
     assert torch.equal(in_chunks(model, kv_dtype, *[1] * 200), whole)
-    model.fused_step = False
+    model.run_as = "ops"
     try:
         assert torch.equal(in_chunks(model, kv_dtype, 130, *[1] * 6, 64), whole)
     finally:
-        model.fused_step = True
+        model.run_as = "program"
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)

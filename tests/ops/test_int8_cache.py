@@ -76,11 +76,11 @@ def test_neither_chunks_nor_the_composed_ops_nor_the_isa_change_a_bit(
     expected = logits(demo, ids, torch.int8)
     for chunk in (1, 7, 64, 100):
         assert torch.equal(logits(demo, ids, torch.int8, chunk), expected)
-    demo.model.fused_step = False
+    demo.model.run_as = "ops"
     try:
         assert torch.equal(logits(demo, ids, torch.int8, 64), expected)
     finally:
-        demo.model.fused_step = True
+        demo.model.run_as = "program"
     for isa in ISAS:
         # loaded anew: the lanes of the weights are those of the kernels in force at loading
         with forced_isa(isa), torch_threads(1):

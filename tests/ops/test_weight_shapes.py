@@ -160,7 +160,7 @@ def test_a_model_gives_it_to_every_product(monkeypatch: pytest.MonkeyPatch) -> N
 
         monkeypatch.setattr(ops, name, watched)
     model = tiny_model(SMALL["bitnet-offline"])
-    model.fused_step = False
+    model.run_as = "ops"
     with torch.inference_mode():
         model(torch.tensor([[1, 2]]), KVCache(model.config, 1, 4))
     layers = model.config.num_hidden_layers

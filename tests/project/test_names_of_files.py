@@ -31,7 +31,9 @@ OTHERS = re.compile(
 
 
 def tracked() -> list[str]:
-    run = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    run = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
     files = run.stdout.splitlines() or [  # an sdist
         str(file.relative_to(ROOT)) for one in FOLDERS for file in (ROOT / one).rglob("*.*")
     ]

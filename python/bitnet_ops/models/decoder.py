@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -105,9 +105,12 @@ class Decoder(Tracked):
         dtype: of what the layers compute on, float32 or bfloat16; the residual stays float32.
         head_format: of the output head, and of the embedding tied to it: one of HEAD_FORMATS.
             "stored" shares the tensor as it is.
-        fused_step: run tokens through the one op model_step instead of an op for every part of a
-            layer; the results are the same bit for bit.
+        run_as: "program", tokens run through the one op model_step, or "ops", through an op for
+            every part of a layer; the results are the same bit for bit. May be changed later.
+        fused_step: an older name: True is run_as="program", False is "ops".
     """
+
+    run_as: Literal["program", "ops"]
 
     def __init__(
         self,
@@ -116,11 +119,18 @@ class Decoder(Tracked):
         dtype: torch.dtype = torch.float32,
         head_format: str = "stored",
         *,
-        fused_step: bool = True,
+        run_as: Literal["program", "ops"] = "program",
+        fused_step: bool | None = None,
     ) -> None:
         super().__init__()
         dtype = dtype_of(dtype, type(self).__name__)
-        self.config, self.dtype, self.fused_step = config, dtype, fused_step
+        if run_as not in ("program", "ops"):
+            raise ValueError(
+                f"{type(self).__name__}: expected run_as as 'program' or 'ops', got {shown(run_as)}"
+            )
+        self.config, self.dtype, self.run_as = config, dtype, run_as
+        if fused_step is not None:
+            self.fused_step = fused_step
         self._ropes = _ropes(config)
         self.model = _Body(config, tensors, head_format)
         if not config.tie_word_embeddings:
@@ -272,6 +282,15 @@ class Decoder(Tracked):
         return cache, batch
 
     @property
+    def fused_step(self) -> bool:
+        """An older name: whether `run_as` is "program"."""
+        return self.run_as == "program"
+
+    @fused_step.setter
+    def fused_step(self, whole: bool) -> None:
+        self.run_as = "program" if whole else "ops"
+
+    @property
     def listing(self) -> Listing:
         """The program of this model as its modules are now, but for adapters."""
         factor = self._ropes[GLOBAL_ROPE].attention_factor
@@ -284,7 +303,7 @@ class Decoder(Tracked):
 
     def _program(self, logits: bool) -> Program | None:
         """The bound program whose result is logits, or states; None where there is none."""
-        if not self.fused_step:
+        if self.run_as == "ops":
             return None
         now = changes(), self.adapters.version, self.dtype
         at, program = self._bound.programs.get(logits, ((), None))

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
-from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ParamSpec, SupportsFloat, SupportsIndex, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -91,8 +91,8 @@ def operator(
                 return kernel(*args, **kwargs)
             with _below_autograd():
                 return kernel(*args, **kwargs)
-        except RuntimeError as error:
-            _explain_a_wrong_type(name, error)
+        except RuntimeError:
+            _reject_a_wrong_type(name, overload._schema, args, kwargs)
             raise
 
     return call
@@ -112,26 +112,43 @@ def _order(defaults: dict[str, Any], given: int, kwargs: dict[str, Any]) -> _Ord
     return tuple(rest) if complete and kwargs.keys() <= {name for name, _ in rest} else ()
 
 
-_WRONG_TYPE = re.compile(
-    r"Expected a value of type '(.+?)' for argument '(\w+)' but instead found type '(.+?)'\."
-    r"(?:\nPosition: \d+)?(?:\nValue: (.{,60}))?"
-)
-_NUMBERS = {"float", "int"}
+_KINDS: dict[str, Any] = {  # what a schema says, and what torch takes for it
+    "Tensor": (Tensor, type(None)),  # the ops reject None by themselves
+    "str": str,
+    "bool": (bool, np.bool_),
+    "int": SupportsIndex,
+    "float": SupportsFloat,
+}
 
 
-def _explain_a_wrong_type(name: str, error: RuntimeError) -> None:
-    """The dispatcher's five lines about an argument of another type, in one with the remedy."""
-    found = _WRONG_TYPE.search(str(error))
-    if found is None:
-        return
-    wanted, argument, got, value = found.groups()
-    wanted = wanted.replace("Optional[Tensor]", "a tensor or None").replace("Tensor", "a tensor")
-    remedy = ""
-    if "tensor" in wanted and got in _NUMBERS:
-        remedy = f"; pass torch.tensor([{value}])"
-    raise RuntimeError(
-        f"{name}: expected {argument} as {wanted}, got {got} {value or ''}{remedy}"
-    ) from None
+def _fits(kind: str, value: object) -> bool:
+    """Whether a value is of a schema's kind, such as Optional[Tensor] or List[int]."""
+    outer, _, inner = kind.rstrip("]").partition("[")
+    if outer == "Optional":
+        return value is None or _fits(inner, value)
+    if outer == "List":
+        return isinstance(value, list | tuple) and all(_fits(inner, one) for one in value)
+    return isinstance(value, _KINDS[outer])
+
+
+def _reject_a_wrong_type(name: str, schema: Any, args: Sequence[Any], named: Any) -> None:
+    """Raise for an argument of another type than the schema's: torch takes five lines for that."""
+    for i, argument in enumerate(schema.arguments):
+        kind = str(argument.type)
+        if i >= len(args) and argument.name not in named:
+            continue
+        value = args[i] if i < len(args) else named[argument.name]
+        if _fits(kind, value):
+            continue
+        wanted = {"Tensor": "a tensor", "Optional[Tensor]": "a tensor or None"}.get(kind, kind)
+        shown = repr(value).partition("\n")[0][:60]
+        remedy = ""
+        if "tensor" in wanted and isinstance(value, float | int):
+            remedy = f"; pass torch.tensor([{shown}])"
+        raise RuntimeError(
+            f"{name}: expected {argument.name} as {wanted}, got {type(value).__name__} "
+            f"{shown}{remedy}"
+        ) from None
 
 
 def _require_one_device(name: str, args: tuple[Any, ...]) -> None:

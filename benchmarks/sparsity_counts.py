@@ -1,6 +1,6 @@
 """Zeros of a squared-ReLU MLP on held-out text, for docs/notes/sparsity.md.
 
-    python -m benchmarks.zeros [CHECKPOINT TEXT]        (default: the demo model and its val.txt)
+    python -m benchmarks.sparsity_counts [CHECKPOINT TEXT]    (default: the demo model, its val.txt)
 
 transformers' own model runs; hooks see what gate_proj gives and what down_proj reads. Per layer,
 and their mean:

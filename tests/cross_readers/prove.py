@@ -1,6 +1,6 @@
 """Other programs on the tests' fixtures: mlx-lm on MLX packages, llama.cpp on GGUF files.
 
-    python tests/second_readers/prove.py --mlx ENV/bin/python --xllamacpp ENV/bin/python
+    python tests/cross_readers/prove.py --mlx ENV/bin/python --xllamacpp ENV/bin/python
 
 Optional, no part of the suite: each flag names the interpreter of an environment of its own (`pip
 install 'mlx[cpu]' mlx-lm`; `pip install xllamacpp`). The fixtures are those of tests/helpers, whose

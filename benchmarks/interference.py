@@ -1,4 +1,4 @@
-"""`python -m benchmarks.neighbour`: decode and prompts beside what disturbs two threads.
+"""`python -m benchmarks.interference`: decode and prompts beside what disturbs two threads.
 
 Each scenario runs in a process of its own on a model of 2B-4T's dims with few layers: alone with
 one and with two threads, with both threads forced onto one CPU, put there and let go again, and
@@ -108,7 +108,7 @@ def measure(scenario: Scenario, layers: int, runs: int, prompt: int) -> dict[str
 
 
 def _in_a_process(python: str, name: str, options: argparse.Namespace) -> dict[str, list[float]]:
-    command = [python, "-m", "benchmarks.neighbour", "--one", name]
+    command = [python, "-m", "benchmarks.interference", "--one", name]
     for option in ("layers", "runs", "prompt"):
         command += [f"--{option}", str(getattr(options, option))]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
