@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/product_plan.h"
 #include "engine/weights.h"
 #include "runtime/memory.h"
 #include "runtime/tuning.h"
@@ -39,8 +40,16 @@ class Numbers {
   uint32_t state_ = 1;
 };
 
+constexpr ProductShape kShape{.format = WeightFormat::kTwoBit,
+                              .tokens = kTokens,
+                              .k = kK,
+                              .row_blocks = kRows,
+                              .block_rows = 1,
+                              .scratch = true};
+
 int64_t scratch_bytes(const KernelTable& table) {
-  return table.table_blocking(kTokens, kRows, false).scratch_bytes;
+  const ProductAlgorithm* tables = tables_of(table);
+  return tables == nullptr ? 0 : tables->blocking(kShape).scratch_bytes;
 }
 
 class SampleProduct {
@@ -66,16 +75,12 @@ class SampleProduct {
   }
 
   Seconds time(bool tables) {
-    const SumsJob job{.block_begin = 0,
-                      .block_end = weight_.row_blocks,
-                      .x = x_.get(),
-                      .x_stride = kK,
-                      .x_step_stride = kTokenStep,
-                      .x_sum = sums_.data(),
-                      .tokens = kTokens,
-                      .out = nullptr,
-                      .out_stride = 0,
-                      .scratch = tables ? scratch_.get() : nullptr};
+    ProductJob job = job_of(weight_, 0, weight_.row_blocks);
+    job.x = x_.get();
+    job.x_stride = kK;
+    job.x_sum = sums_.data();
+    job.tokens = kTokens;
+    job.scratch = tables ? scratch_.get() : nullptr;
     const EpilogueJob epilogue{.sums = nullptr,
                                .sums_stride = 0,
                                .rows = kRows,
@@ -89,7 +94,7 @@ class SampleProduct {
                                .out = out_.data(),
                                .out_stride_bytes = kRows * element_size(DType::kBF16)};
     const Clock::time_point start = Clock::now();
-    multiply_and_store(table_, weight_, job, epilogue);
+    tables_of(table_)->run(job, &epilogue);
     return Clock::now() - start;
   }
 
