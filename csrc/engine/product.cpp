@@ -16,8 +16,8 @@ namespace {
 int64_t ceil_div(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 // A total in the fewest parts of at most so many, as equal as can be.
-int64_t even_part(int64_t total, int64_t most) {
-  return total <= most ? std::max<int64_t>(total, 1) : ceil_div(total, ceil_div(total, most));
+int64_t even_part(int64_t total, int64_t max) {
+  return total <= max ? std::max<int64_t>(total, 1) : ceil_div(total, ceil_div(total, max));
 }
 
 // Memory of this thread for the kernels, made at its first product by tables: a plan does not know
@@ -91,23 +91,23 @@ Product::Product(const KernelTable& table, const QuantizedTokens& x, const Proje
                                                        std::max(x.tile, blocking_.token_multiple));
   for (int64_t i = 0; i < count; ++i) {
     row_blocks_ += projections[i].weight->row_blocks;
-    most_block_rows_ = std::max(most_block_rows_, projections[i].weight->block_rows);
+    max_block_rows_ = std::max(max_block_rows_, projections[i].weight->block_rows);
   }
   if (blocking_.equal_row_parts)
     blocking_.rows =
         std::min(blocking_.rows,
-                 even_part(row_blocks_, ceil_div(row_blocks_, plan.row_parts)) * most_block_rows_);
+                 even_part(row_blocks_, ceil_div(row_blocks_, plan.row_parts)) * max_block_rows_);
 }
 
 ClaimRule Product::claim() const {
   if (is_split_) return {1, std::max(k_parts_, token_blocks_), blocking_.claim_fraction};
   if (blocking_.equal_row_parts) {
-    const int64_t part = even_part(row_blocks_, blocks_at_once(most_block_rows_));
+    const int64_t part = even_part(row_blocks_, blocks_at_once(max_block_rows_));
     return {part, part, blocking_.claim_fraction};
   }
   const int64_t across = blocking_.tokens_outermost ? 1 : token_blocks_;
-  const int64_t most = blocks_at_once(most_block_rows_) * across;
-  const int64_t least = std::min(blocking_.least_rows / most_block_rows_, row_blocks_) * across;
+  const int64_t most = blocks_at_once(max_block_rows_) * across;
+  const int64_t least = std::min(blocking_.least_rows / max_block_rows_, row_blocks_) * across;
   return {std::max<int64_t>(least, 1), std::max(least, most), blocking_.claim_fraction};
 }
 
@@ -309,7 +309,7 @@ void Product::multiply_grouped(const Projection& p, const ProductPart& part) con
   char* scratch = nullptr;
   int64_t blocks = part.block_end - part.block_begin, tokens = part.tokens;
   if (blocking_.scratch_bytes != 0) {
-    const int64_t count = block_tokens_ * (blocking_.rows + most_block_rows_);
+    const int64_t count = block_tokens_ * (blocking_.rows + max_block_rows_);
     scratch = static_cast<char*>(thread_scratch(blocking_.scratch_bytes + 4 * count));
     if (scratch != nullptr) {
       values = reinterpret_cast<float*>(scratch + blocking_.scratch_bytes);

@@ -81,7 +81,7 @@ class Product {
   void run_parts(int64_t begin, int64_t end) const;
   // The projection that row block `block` of all belongs to; `block` becomes its number in there.
   const Projection& find(int64_t& block) const;
-  int64_t sums_of_part() const { return most_block_rows_ * block_tokens_; }
+  int64_t sums_of_part() const { return max_block_rows_ * block_tokens_; }
   int64_t part_begin(const Weight& weight, int64_t part) const;
   ProductPart part_of(const Projection& p, int64_t block, int64_t blocks,
                       int64_t token_block) const;
@@ -104,7 +104,7 @@ class Product {
   const ProductAlgorithm* algorithm_;  // null: each call takes its own
   ProductBlocking blocking_;
   PartSums parts_;
-  int64_t row_blocks_ = 0, most_block_rows_ = 1;
+  int64_t row_blocks_ = 0, max_block_rows_ = 1;
   bool is_split_;                        // units of a finer cut, taken singly
   int64_t token_blocks_, block_tokens_;  // nearly equal, so that more tokens never cost less
   int64_t k_parts_;

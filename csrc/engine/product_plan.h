@@ -3,7 +3,9 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <string_view>
+#include <vector>
 
 #include "kernels/kernel_table.h"
 
@@ -31,12 +33,23 @@ const ProductAlgorithm& algorithm_for(const KernelTable& table, const ProductSha
 // get fewer tokens first; then K is cut.
 ProductPlan plan_product(const KernelTable& table, const ProductShape& shape, int64_t threads);
 
+// The same of one matrix of whole rows, in any layout.
+ProductPlan plan_matrix(const KernelTable& table, layout::WeightFormat format, int64_t n_rows,
+                        int64_t k, bool grouped, int64_t tokens, int64_t threads);
+
 // Tokens of a tile in which products of tiles without scales of groups want so many tokens; 0: in
 // row-major order.
 int64_t token_tile(const KernelTable& table, int64_t tokens, int64_t k);
 
 // The row of that name; null: the list has none.
 const ProductAlgorithm* find_algorithm(const KernelTable& table, std::string_view name);
+
+// The names of all rows of this build's lists.
+std::vector<std::string> product_names();
+
+// The row that a person wants taken wherever it can be (BITNET_OPS_TUNING=product=name); empty:
+// none. Throws std::runtime_error where the name is in no list.
+const std::string& forced_product();
 
 // The row whose products need memory; null: the list has none.
 const ProductAlgorithm* tables_of(const KernelTable& table);

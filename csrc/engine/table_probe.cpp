@@ -24,12 +24,12 @@ using Seconds = std::chrono::duration<double>;
 // Weights, inputs and sums stay in L2, so that the gain does not depend on other cores.
 constexpr int64_t kTokens = kProbeTokens, kRows = 1024, kK = 1024;
 // Turns of both ways. A disturbed turn does not count, so few suffice; a slow CPU has fewer.
-constexpr int kMostTurns = 8, kLeastTurns = 3;
+constexpr int kMaxTurns = 8, kMinTurns = 3;
 constexpr Seconds kEnough{0.008};
 // Less may be noise, and the costs by which kernels divide a product are those of other CPUs.
-constexpr double kLeastGain = 1.05;
+constexpr double kMinGain = 1.05;
 // For fewer tokens: on Zen 4 16 to 32 of them have at least .79 of the gain of 64.
-constexpr double kLeastGainOfFew = 1.33;
+constexpr double kMinGainOfFew = 1.33;
 
 // Uniform numbers below 2^16: tables gain less where rows share their lines.
 class Numbers {
@@ -115,7 +115,7 @@ TableProbe measure(const KernelTable& table) {
   TableProbe probe;
   try {
     SampleProduct product(table);
-    for (int i = 0; i < kMostTurns && (i < kLeastTurns || Clock::now() - start < kEnough); ++i) {
+    for (int i = 0; i < kMaxTurns && (i < kMinTurns || Clock::now() - start < kEnough); ++i) {
       multiplied = std::min(multiplied, product.time(false));
       by_tables = std::min(by_tables, product.time(true));
     }
@@ -152,7 +152,7 @@ bool tables_gain(const KernelTable& table, int64_t tokens) {
   const TableUse use = tuning().sum_tables;
   if (use == TableUse::kOff || scratch_bytes(table) == 0) return false;
   if (use == TableUse::kOn) return true;
-  const double least = tokens < kProbeTokens ? kLeastGainOfFew : kLeastGain;
+  const double least = tokens < kProbeTokens ? kMinGainOfFew : kMinGain;
   Measurements& all = measurements();
   {
     const std::lock_guard lock(all.mutex);

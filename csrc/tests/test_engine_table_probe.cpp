@@ -32,7 +32,7 @@ std::size_t at(int64_t i) { return static_cast<std::size_t>(i); }
 // Of the suite's own process, before anything reads the tuning row.
 void use_measured() {
   use_plain_threads();
-  set_variable("BITNET_OPS_TABLES", "measure");
+  set_variable("BITNET_OPS_TUNING", "tables=measure");
   CHECK(tuning().sum_tables == TableUse::kMeasured, "the row was read before");
 }
 
