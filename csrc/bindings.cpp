@@ -4,11 +4,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <map>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "engine/product_plan.h"
 #include "engine/table_probe.h"
 #include "format/layout.h"
 #include "kernels/dispatch.h"
@@ -108,6 +110,30 @@ py::tuple packed_shape(const std::string& name, int64_t out_features, int64_t in
                         "'");
 }
 
+// How a product of one matrix is made with the ISA in use.
+py::dict product_plan(const std::string& name, int64_t out_features, int64_t in_features,
+                      int64_t tokens, int64_t threads, bool grouped) {
+  constexpr int64_t kMost = int64_t{1} << 20;
+  for (const int64_t n : {out_features, in_features, tokens, threads}) {
+    if (n < 1 || n > kMost)
+      throw py::value_error("product_plan: expected numbers from 1 to 2^20, got " +
+                            std::to_string(n));
+  }
+  for (const bitnet::layout::WeightFormat format : bitnet::layout::kWeightFormats) {
+    if (name != bitnet::layout::layout_of(format).name) continue;
+    const auto plan = bitnet::engine::plan_matrix(bitnet::kernels(), format, out_features,
+                                                  in_features, grouped, tokens, threads);
+    py::dict row;
+    row["algorithm"] = plan.algorithm->name;
+    row["token_blocks"] = std::max(plan.token_blocks, int64_t{1});
+    row["k_parts"] = plan.k_parts;
+    row["row_parts"] = plan.row_parts;
+    return row;
+  }
+  throw py::value_error("product_plan: expected the name of a layout (layouts()), got '" + name +
+                        "'");
+}
+
 py::dict build_info() {
   py::dict info;
   info["compiler"] = __VERSION__;
@@ -165,12 +191,18 @@ PYBIND11_MODULE(_runtime, m) {
         row["head_into_l2"] = bitnet::tuning().head_into_l2;
         row["sum_tables"] =
             bitnet::engine::tables_gain(bitnet::kernels(), bitnet::engine::kProbeTokens);
+        row["product"] = bitnet::engine::forced_product();
         const auto probe = bitnet::engine::table_probe(bitnet::kernels());
         row["sum_tables_gain"] = probe ? std::optional(probe->gain) : std::nullopt;
         row["sum_tables_ms"] = probe ? std::optional(1000 * probe->seconds) : std::nullopt;
         return row;
       },
       "What is tuned to the make of the CPU, or measured on it now where its make is not known.");
+  m.def("product_names", &bitnet::engine::product_names,
+        "Names of the rows of the lists of products, of every ISA of this build.");
+  m.def("product_plan", &product_plan, py::arg("layout"), py::arg("out_features"),
+        py::arg("in_features"), py::arg("tokens"), py::arg("threads"), py::arg("grouped") = false,
+        "How a product of one matrix is made with the ISA in use.");
   m.def("build_info", &build_info, "Compiler, torch and ABI floor of this build.");
   m.def(
       "attention_pages", [] { return bitnet::page_counts(); },

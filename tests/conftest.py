@@ -18,7 +18,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 # that runs several test processes, spinning costs ten times the work. Read when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Tests count parallel regions; on a busy machine ops would do without some. Read at the first one.
-os.environ.setdefault("BITNET_OPS_BACK_OFF", "0")
+os.environ.setdefault("BITNET_OPS_TUNING", "back_off=0")
 
 # Nothing is downloaded. Read when huggingface_hub is imported.
 os.environ["HF_HUB_OFFLINE"] = "1"

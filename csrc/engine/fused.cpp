@@ -30,7 +30,7 @@ void norm_and_multiply(const Rows& x, const Norm& norm, const Projection* projec
                        int64_t count, ActivationFormat activations) {
   const KernelTable& table = kernels();
   const TokenBuffer tokens(table, x.count, x.width, projections[0].group(), activations,
-                           reads_rows(projections, count));
+                           shape_of(projections, count, x.count, 1).row_major());
   quantize_normed(table, x, norm, tokens.view());
   multiply(table, tokens.view(), projections, count);
 }
@@ -48,7 +48,8 @@ void mlp(const Rows& x, const Mlp& m, const Rows& y) {
   }
   norm_and_multiply(x, m.norm, both, 2, m.activations);
 
-  const TokenBuffer inner(table, tokens, n, m.down.group(), m.activations, reads_rows(&m.down, 1));
+  const TokenBuffer inner(table, tokens, n, m.down.group(), m.activations,
+                          m.down.weight->reads_rows());
   parallel_rows(tokens, n, n, [&](int64_t t, float* row) {
     m.activation(gate_up.get() + t * n, gate_up.get() + half + t * n, n, row);
     table.round_row(type, row, n);

@@ -1,50 +1,47 @@
-// Which kernel a product with scales of groups takes, by layout of the weights and of the scales;
-// see group_product.h. Nothing here throws or allocates.
+// Products with scales of groups, by layout of the weights and of the scales; see group_product.h.
+// Nothing here throws or allocates.
 #include "engine/group_product.h"
 
 #include <algorithm>
 #include <cstring>
 
+#include "engine/product_plan.h"
 #include "format/layout.h"
 #include "runtime/tuning.h"
 
 namespace bitnet::engine {
 namespace {
 
-GroupJob job_of(const Weight& w, const QuantizedTokens& x, const GroupsJob& job) {
-  return {.format = w.format,
-          .tiles = w.data + job.block_begin * w.block_bytes,
-          .tile_stride = w.block_bytes,
-          .k_steps = w.k_steps,
-          .group_steps = x.group / layout::kTileStepK,
-          .tile_count = job.block_end - job.block_begin,
-          .x = x.token(job.token),
-          .x_stride = x.padded_k,
-          .planes = x.planes(),
-          .x_sum = x.groups + job.token,
-          .x_scale = x.group_scales == nullptr ? nullptr : x.group_scales + job.token,
-          .x_group_stride = x.tokens,
-          .tokens = job.tokens,
-          .scale_type = DType::kF32,
-          .scale = nullptr,
-          .scale_stride = 0,
-          .add = false,
-          .out = job.out,
-          .out_stride = job.out_stride,
-          .prefetch_bytes = tuning().prefetch_bytes,
-          .shared_ports = tuning().shared_ports,
-          .scratch = job.scratch};
+// Its scales are the caller's.
+ProductJob grouped_job(const Weight& w, const QuantizedTokens& x, const ProductPart& part,
+                       float* values, int64_t stride) {
+  ProductJob job = job_of(w, x, part);
+  job.group_steps = x.group / layout::kTileStepK;
+  job.x_sum = x.groups + part.token;
+  job.x_scale = x.group_scales == nullptr ? nullptr : x.group_scales + part.token;
+  job.x_group_stride = x.tokens;
+  job.values = values;
+  job.out_stride = stride;
+  return job;
+}
+
+void run(const KernelTable& table, const ProductJob& job) {
+  algorithm_for(table, shape_of(job)).run(job, nullptr);
 }
 
 // Scales as the kernels read them: one call.
 void multiply_blocked(const KernelTable& table, const Weight& w, const GroupScales& scales,
-                      const QuantizedTokens& x, const GroupsJob& job) {
+                      const QuantizedTokens& x, const ProductPart& part, float* values,
+                      int64_t out_stride, void* scratch) {
   const int64_t stride = x.group_count() * w.block_rows;
-  GroupJob all = job_of(w, x, job);
-  all.scale_type = scales.type;
-  all.scale = offset_bytes(scales.data, job.block_begin * stride * element_size(scales.type));
-  all.scale_stride = stride;
-  table.group_gemm(all);
+  ProductJob job = grouped_job(w, x, part, values, out_stride);
+  job.scale_type = scales.type;
+  job.scale = offset_bytes(scales.data, part.block_begin * stride * element_size(scales.type));
+  job.scale_stride = stride;
+  job.scratch = scratch;
+  const ProductAlgorithm* tables = scratch == nullptr ? nullptr : tables_of(table);
+  if (tables != nullptr) return tables->run(job, nullptr);
+  run(table, job);
 }
 
 using Four = float __attribute__((vector_size(16)));
@@ -95,31 +92,28 @@ void gather_scales(const float* scales, int64_t stride, int64_t rows, int64_t co
 
 // Scales of rows: some groups of a row block are brought beside each other, then multiplied.
 void multiply_gathered(const KernelTable& table, const Weight& w, const float* scales,
-                       const QuantizedTokens& x, const GroupsJob& job) {
+                       const QuantizedTokens& x, const ProductPart& part, float* values,
+                       int64_t stride) {
   constexpr int64_t kGathered = 32;
   float gathered[kGathered * layout::kMostBlockRows];
   const int64_t groups = x.group_count(), step_bytes = w.block_bytes / w.k_steps;
   const int64_t group_steps = x.group / layout::kTileStepK;
-  for (int64_t block = job.block_begin; block < job.block_end; ++block) {
+  for (int64_t block = part.block_begin; block < part.block_end; ++block) {
     const int64_t row = block * w.block_rows, rows = std::min(w.block_rows, w.n_rows - row);
-    GroupsJob one = job;
-    one.block_begin = block;
-    one.block_end = block + 1;
-    one.out = job.out + (block - job.block_begin) * w.block_rows;
-    one.scratch = nullptr;
-    GroupJob part = job_of(w, x, one);
-    part.scale = gathered;
+    ProductJob job = grouped_job(w, x, {block, block + 1, part.token, part.tokens},
+                                 values + (block - part.block_begin) * w.block_rows, stride);
+    job.scale = gathered;
     for (int64_t g = 0; g < groups; g += kGathered) {
       const int64_t count = std::min(kGathered, groups - g), step = g * group_steps;
       gather_scales(scales + row * groups + g, groups, rows, count, w.block_rows, gathered);
-      GroupJob now = part;
-      now.tiles += step * step_bytes;
+      ProductJob now = job;
+      now.weights += step * step_bytes;
       now.k_steps = std::min(count * group_steps, w.k_steps - step);
       now.x += g * x.group;
       now.x_sum += g * x.tokens;
       if (now.x_scale != nullptr) now.x_scale += g * x.tokens;
       now.add = g != 0;
-      table.group_gemm(now);
+      run(table, now);
     }
   }
 }
@@ -142,39 +136,47 @@ GroupCodes codes_of_group(const QuantizedTokens& x, int64_t token, int64_t rows,
   return {copies, kGroupWeights};
 }
 
-// Canonical rows: exact sums of one group at a time, one plane after the other.
+// Canonical rows: exact sums of one group at a time, one plane after the other. Blocks of 128
+// weights of neighbouring rows lie apart, so they are copied.
 void multiply_rows(const KernelTable& table, const Weight& w, const float* scales,
-                   const QuantizedTokens& x, const GroupsJob& job) {
+                   const QuantizedTokens& x, const ProductPart& part, float* values,
+                   int64_t stride) {
   constexpr int64_t kRows = layout::kMostBlockRows, kTokens = 16;
   int32_t sums[kTokens * kRows], planes[2 * kTokens * kRows], x_sum[2 * kTokens];
   float w_scale[kRows];
   int8_t copies[2 * kTokens * kGroupWeights];
-  const int64_t groups = x.group_count(), begin = job.block_begin * w.block_rows;
-  const int64_t end = std::min(job.block_end * w.block_rows, w.n_rows);
-  const int64_t blocks = kRows / w.block_rows, per_token = x.planes();
-  for (int64_t row = begin; row < end; row += blocks * w.block_rows) {
-    const int64_t rows = std::min(blocks * w.block_rows, end - row);
-    for (int64_t m = 0; m < job.tokens; m += kTokens) {
-      const int64_t tokens = std::min(kTokens, job.tokens - m), first = job.token + m;
-      float* out = job.out + m * job.out_stride + (row - begin);
-      for (int64_t t = 0; t < tokens; ++t) std::fill_n(out + t * job.out_stride, rows, 0.0f);
+  uint8_t weights[kRows * layout::kBlockBytes];
+  const int64_t groups = x.group_count(), begin = part.block_begin * w.block_rows;
+  const int64_t end = std::min(part.block_end * w.block_rows, w.n_rows);
+  const int64_t per_token = x.planes(), row_bytes = layout::row_bytes_for(w.k);
+  for (int64_t row = begin; row < end; row += kRows) {
+    const int64_t rows = std::min(kRows, end - row);
+    for (int64_t m = 0; m < part.tokens; m += kTokens) {
+      const int64_t tokens = std::min(kTokens, part.tokens - m), first = part.token + m;
+      float* out = values + m * stride + (row - begin);
+      for (int64_t t = 0; t < tokens; ++t) std::fill_n(out + t * stride, rows, 0.0f);
       for (int64_t g = 0; g < groups; ++g) {
         const GroupCodes codes = codes_of_group(x, first, tokens * per_token, g, copies);
         for (int64_t r = 0; r < tokens * per_token; ++r) {
           x_sum[r] = table.sum_i8(codes.at + r * codes.stride, kGroupWeights);
         }
-        multiply_sums(table, w,
-                      {.block_begin = row / w.block_rows,
-                       .block_end = (row + rows + w.block_rows - 1) / w.block_rows,
-                       .k_begin = g * x.group / kGroupWeights * kGroupWeights,
-                       .k_count = kGroupWeights,
-                       .x = codes.at,
-                       .x_stride = codes.stride,
-                       .x_step_stride = kTokenStep,
-                       .x_sum = x_sum,
-                       .tokens = tokens * per_token,
-                       .out = per_token == 2 ? planes : sums,
-                       .out_stride = kRows});
+        const int64_t at = g * x.group / kGroupWeights * layout::kBlockBytes;
+        for (int64_t i = 0; i < rows; ++i) {
+          std::memcpy(weights + i * layout::kBlockBytes, w.data + (row + i) * row_bytes + at,
+                      static_cast<size_t>(layout::kBlockBytes));
+        }
+        run(table, {.format = w.format,
+                    .weights = weights,
+                    .block_bytes = layout::kBlockBytes,
+                    .k_steps = layout::kBlockBytes,
+                    .blocks = rows,
+                    .x = codes.at,
+                    .x_stride = codes.stride,
+                    .tokens = tokens * per_token,
+                    .x_sum = x_sum,
+                    .sums = per_token == 2 ? planes : sums,
+                    .out_stride = kRows,
+                    .prefetch_bytes = tuning().prefetch_bytes});
         for (int64_t i = 0; per_token == 2 && i < tokens * kRows; ++i) {
           const int32_t* both = planes + i / kRows * 2 * kRows + i % kRows;
           if (i % kRows < rows) sums[i] = 256 * both[0] + both[kRows];
@@ -182,7 +184,7 @@ void multiply_rows(const KernelTable& table, const Weight& w, const float* scale
         for (int64_t i = 0; i < rows; ++i) w_scale[i] = scales[(row + i) * groups + g];
         table.add_group(sums, kRows, rows, tokens, w_scale,
                         x.group_scales == nullptr ? nullptr : x.group_scales + g * x.tokens + first,
-                        out, job.out_stride);
+                        out, stride);
       }
     }
   }
@@ -191,20 +193,20 @@ void multiply_rows(const KernelTable& table, const Weight& w, const float* scale
 }  // namespace
 
 void multiply_groups(const KernelTable& table, const Weight& weight, const GroupScales& scales,
-                     const QuantizedTokens& x, const GroupsJob& job) {
+                     const QuantizedTokens& x, const ProductPart& part, float* values,
+                     int64_t stride, void* scratch) {
   if (scales.blocked) {
-    multiply_blocked(table, weight, scales, x, job);
+    multiply_blocked(table, weight, scales, x, part, values, stride, scratch);
   } else {
-    const bool canonical = weight.format == WeightFormat::kCanonical;
-    (canonical ? multiply_rows : multiply_gathered)(table, weight,
-                                                    static_cast<const float*>(scales.data), x, job);
+    (weight.reads_rows() ? multiply_rows : multiply_gathered)(
+        table, weight, static_cast<const float*>(scales.data), x, part, values, stride);
   }
   if (x.group_scales != nullptr) return;
-  const int64_t rows = std::min((job.block_end - job.block_begin) * weight.block_rows,
-                                weight.n_rows - job.block_begin * weight.block_rows);
-  for (int64_t m = 0; m < job.tokens; ++m) {
-    const float x_scale = x.scales[job.token + m];
-    float* y = job.out + m * job.out_stride;
+  const int64_t rows = std::min((part.block_end - part.block_begin) * weight.block_rows,
+                                weight.n_rows - part.block_begin * weight.block_rows);
+  for (int64_t m = 0; m < part.tokens; ++m) {
+    const float x_scale = x.scales[part.token + m];
+    float* y = values + m * stride;
     for (int64_t i = 0; i < rows; ++i) y[i] *= x_scale;
   }
 }

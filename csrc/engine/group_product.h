@@ -17,20 +17,13 @@ struct GroupScales {
   int64_t group = kGroupWeights;  // weights of a group, or kSmallGroup
 };
 
-// A run of row blocks x some tokens.
-struct GroupsJob {
-  int64_t block_begin, block_end;
-  int64_t token, tokens;    // from `token` on, `tokens` of them
-  float* out;               // row i of the run and token m at out[m * out_stride + i]
-  int64_t out_stride;       // at least the rows of the row blocks
-  void* scratch = nullptr;  // GroupJob::scratch
-};
-
 // y = sum over g of float(sum of the group's codes) * (scale[n, g] * x.group_scales[g, m]), each
 // step one fused multiply-add; or, with one scale a token, the same without it, times x.scales[m].
-// x has groups of as many features.  Writes whole row blocks, rows past n_rows included, except in
-// the canonical layout.
+// x has groups of as many features.  Row i of the part and its token m is values[m * stride + i],
+// stride at least the rows of its row blocks.  Writes whole row blocks, rows past n_rows included,
+// except in the canonical layout.  scratch: of ProductJob; with it, by tables of sums.
 void multiply_groups(const KernelTable& table, const Weight& weight, const GroupScales& scales,
-                     const QuantizedTokens& x, const GroupsJob& job);
+                     const QuantizedTokens& x, const ProductPart& part, float* values,
+                     int64_t stride, void* scratch = nullptr);
 
 }  // namespace bitnet::engine

@@ -6,69 +6,18 @@
 #include <atomic>
 #include <exception>
 
-#include "engine/table_probe.h"
 #include "format/layout.h"
 #include "runtime/memory.h"
+#include "runtime/tuning.h"
 
 namespace bitnet::engine {
 namespace {
 
 int64_t ceil_div(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
-// Of products that read rows, the values of a call stay in L1 as its sums would.
-ProductBlocking blocking_of(const KernelTable& table, const ProductShape& s, int64_t table_rows) {
-  if (table_rows != 0) return table.table_blocking(s.tokens, table_rows, s.grouped);
-  const ProductBlocking blocking = table.product_blocking(s.tokens, s.k);
-  return s.row_major ? ProductBlocking{.claim_parts = blocking.claim_parts} : blocking;
-}
-
-// Tokens of a block when they are cut into about so many, in whole tiles.
-int64_t tokens_of_block(int64_t tokens, int64_t blocks, int64_t tile) {
-  const int64_t each = ceil_div(tokens, blocks);
-  return tile == 0 ? each : ceil_div(each, tile) * tile;
-}
-
 // A total in the fewest parts of at most so many, as equal as can be.
-int64_t even_part(int64_t total, int64_t most) {
-  return total <= most ? std::max<int64_t>(total, 1) : ceil_div(total, ceil_div(total, most));
-}
-
-// Units of equal work that so many threads take at once, one each, again and again.
-int64_t rounds(int64_t units, int64_t threads) { return ceil_div(units, threads); }
-
-// Whether threads work for at least 7/8 of the time until the last of the units is done.
-bool end_together(int64_t units, int64_t threads) {
-  return 7 * rounds(units, threads) * threads <= 8 * units;
-}
-
-// The same of so many parts of each block of `each` tokens, of which the last may have fewer.
-// Threads begin with equally many units, those of the first blocks the longest; or, with more
-// parts, the others take from these until less than a unit is left.
-bool blocks_end_together(int64_t tokens, int64_t each, int64_t parts, int64_t threads) {
-  const int64_t longest = rounds(ceil_div(tokens, each) * parts, threads) * each;
-  return 7 * longest * threads <= 8 * tokens * parts || 7 * each * (threads - 1) <= tokens * parts;
-}
-
-// The cut of a product that is made by tables of sums, if its calls have as many rows as are worth
-// the building, and tables gain on this CPU. Else table_rows is 0. Where rows are too few for the
-// threads, these get fewer tokens: a building costs more than what blocks of tokens share.
-ProductCut table_cut_of(const KernelTable& table, const ProductShape& s, int64_t threads) {
-  constexpr int64_t kLeastTokens = 32;  // of a block for that reason
-  if (!s.tables) return {};
-  const int64_t rows = s.row_blocks * s.block_rows;
-  const ProductBlocking most = table.table_blocking(s.tokens, rows, s.grouped);
-  if (most.scratch_bytes == 0) return {};
-  ProductCut cut{.table_rows = rows};
-  for (int64_t at_once = most.tokens;; at_once /= 2) {
-    cut.token_blocks = ceil_div(s.tokens, at_once);
-    cut.row_parts = ceil_div(rows, most.rows);
-    const int64_t each =
-        std::min(s.tokens, tokens_of_block(s.tokens, cut.token_blocks, most.token_multiple));
-    while (!blocks_end_together(s.tokens, each, cut.row_parts, threads)) ++cut.row_parts;
-    if (table.table_blocking(s.tokens, rows / cut.row_parts, s.grouped).scratch_bytes != 0) break;
-    if (at_once < 2 * kLeastTokens || at_once % (2 * most.token_multiple) != 0) return {};
-  }
-  return tables_gain(table, s.tokens) ? cut : ProductCut{};  // asked last: it may take milliseconds
+int64_t even_part(int64_t total, int64_t max) {
+  return total <= max ? std::max<int64_t>(total, 1) : ceil_div(total, ceil_div(total, max));
 }
 
 // Memory of this thread for the kernels, made at its first product by tables: a plan does not know
@@ -82,75 +31,24 @@ void* thread_scratch(int64_t bytes) {
   }
 }
 
-constexpr int64_t kMostPartTokens = 32;
-
 }  // namespace
-
-// Blocks of fewer tokens decode the same weights more often, and below 16 that shows. Parts of K
-// decode nothing twice, but their sums go through memory, once for each part: they have to be
-// worth it, and 32 tokens' sums of a row block are as much as stays in L1 beside the rest.  A
-// matrix unit multiplies about four times as much in the same time, and reads tiles of tokens.
-ProductCut cut_for(const KernelTable& table, const ProductShape& s, int64_t threads) {
-  constexpr int64_t kLeastTokens = 16, kMostParts = 8, kUnitsPerThread = 8;
-  const ProductCut by_tables = table_cut_of(table, s, threads);
-  if (by_tables.table_rows != 0) return by_tables;
-  if (threads == 1) return {};
-  const ProductBlocking blocking = blocking_of(table, s, 0);
-  ProductCut best{ceil_div(s.tokens, blocking.tokens), 1};
-  int64_t most = best.token_blocks * s.row_blocks;  // units of the best
-  if (most == 0 || end_together(most, threads)) return best;
-  const int64_t least_macs = blocking.finishes_sums ? 4 * kMinMacs : kMinMacs;
-  const int64_t least_tokens = std::max(kLeastTokens, blocking.token_tile);
-  const auto found = [&](const ProductCut& cut) {
-    const int64_t units = cut.token_blocks * cut.k_parts * s.row_blocks;
-    if (rounds(units, threads) * most >= rounds(most, threads) * units) return false;
-    best = cut;
-    most = units;
-    return end_together(units, threads);
-  };
-  const auto fits = [&](int64_t tokens, int64_t k) {
-    return tokens * k * s.block_rows >= least_macs;
-  };
-  ProductCut cut = best;
-  for (int64_t n = cut.token_blocks + 1; n <= ceil_div(s.tokens, least_tokens); ++n) {
-    const int64_t tokens = tokens_of_block(s.tokens, n, blocking.token_tile);
-    if (ceil_div(s.tokens, tokens) != n || !fits(tokens, s.k)) continue;
-    cut.token_blocks = n;
-    if (found(cut)) return best;
-  }
-  const int64_t tokens = tokens_of_block(s.tokens, cut.token_blocks, blocking.token_tile);
-  if (!s.splits_k || tokens > kMostPartTokens) return best;
-  for (cut.k_parts = 2; cut.k_parts <= kMostParts; ++cut.k_parts) {
-    if (!fits(tokens, s.k / cut.k_parts)) break;
-    if (cut.token_blocks * cut.k_parts * s.row_blocks > kUnitsPerThread * threads) break;
-    if (found(cut)) break;
-  }
-  if (best.k_parts != 1) {
-    best.cells = best.token_blocks * s.row_blocks;
-    best.sums = best.cells * best.k_parts * s.block_rows * tokens;
-  }
-  return best;
-}
-
-bool Projection::takes_tables() const {
-  return weight->format != WeightFormat::kCanonical && (!grouped() || groups.blocked);
-}
-
-bool reads_rows(const Projection* projections, int64_t count) {
-  return std::any_of(projections, projections + count,
-                     [](const Projection& p) { return p.grouped() || p.weight->reads_rows(); });
-}
 
 ProductShape shape_of(const Projection* projections, int64_t count, int64_t tokens,
                       int64_t planes) {
-  ProductShape shape{tokens,     projections[0].weight->k, 0,
-                     1,          projections[0].grouped(), reads_rows(projections, count),
-                     planes == 1};
+  ProductShape shape{.format = projections[0].weight->format,
+                     .tokens = tokens,
+                     .k = projections[0].weight->k,
+                     .row_blocks = 0,
+                     .block_rows = 1,
+                     .planes = planes,
+                     .shared_ports = tuning().shared_ports};
   for (int64_t i = 0; i < count; ++i) {
-    const Weight& w = *projections[i].weight;
-    shape.row_blocks += w.row_blocks;
-    shape.block_rows = std::max(shape.block_rows, w.block_rows);
-    if (!projections[i].takes_tables()) shape.tables = false;
+    const Projection& p = projections[i];
+    shape.row_blocks += p.weight->row_blocks;
+    shape.block_rows = std::max(shape.block_rows, p.weight->block_rows);
+    shape.grouped = shape.grouped || p.grouped();
+    shape.blocked = shape.blocked && (!p.grouped() || p.groups.blocked);
+    if (p.weight->reads_rows()) shape.format = WeightFormat::kCanonical;
   }
   return shape;
 }
@@ -170,45 +68,51 @@ Projection make_sums(const Weight& weight, int32_t* out) {
 }
 
 Product::Product(const KernelTable& table, const QuantizedTokens& x, const Projection* projections,
-                 int64_t count, const ProductCut& cut, const PartSums& parts)
+                 int64_t count, const ProductPlan& plan, const PartSums& parts)
     : table_(table),
       x_(x),
       projections_(projections),
       count_(count),
-      blocking_(
-          blocking_of(table, shape_of(projections, count, x.tokens, x.planes()), cut.table_rows)),
+      algorithm_(plan.algorithm),
+      blocking_(plan.blocking),
       parts_(parts),
-      token_blocks_(ceil_div(x.tokens, blocking_.tokens)),
-      k_parts_(cut.k_parts) {
-  finer_ = cut.table_rows == 0 && (cut.token_blocks > token_blocks_ || k_parts_ > 1);
-  if (cut.token_blocks != 0) token_blocks_ = cut.token_blocks;
+      k_parts_(plan.k_parts) {
+  if (algorithm_ == nullptr) {
+    const ProductShape shape = shape_of(projections, count, x.tokens, x.planes());
+    algorithm_ = &algorithm_for(table, shape);
+    blocking_ = algorithm_->blocking(shape);
+  }
+  if (!blocking_.is_special()) algorithm_ = nullptr;
+  token_blocks_ = ceil_div(x.tokens, blocking_.tokens);
+  is_split_ = blocking_.scratch_bytes == 0 && (plan.token_blocks > token_blocks_ || k_parts_ > 1);
+  if (plan.token_blocks != 0) token_blocks_ = plan.token_blocks;
   block_tokens_ = token_blocks_ == 0 ? 1
                                      : tokens_of_block(x.tokens, token_blocks_,
                                                        std::max(x.tile, blocking_.token_multiple));
   for (int64_t i = 0; i < count; ++i) {
     row_blocks_ += projections[i].weight->row_blocks;
-    most_block_rows_ = std::max(most_block_rows_, projections[i].weight->block_rows);
+    max_block_rows_ = std::max(max_block_rows_, projections[i].weight->block_rows);
   }
-  if (blocking_.even_rows)
+  if (blocking_.equal_row_parts)
     blocking_.rows =
         std::min(blocking_.rows,
-                 even_part(row_blocks_, ceil_div(row_blocks_, cut.row_parts)) * most_block_rows_);
+                 even_part(row_blocks_, ceil_div(row_blocks_, plan.row_parts)) * max_block_rows_);
 }
 
 ClaimRule Product::claim() const {
-  if (finer_) return {1, std::max(k_parts_, token_blocks_), blocking_.claim_parts};
-  if (blocking_.even_rows) {
-    const int64_t part = even_part(row_blocks_, blocks_at_once(most_block_rows_));
-    return {part, part, blocking_.claim_parts};
+  if (is_split_) return {1, std::max(k_parts_, token_blocks_), blocking_.claim_fraction};
+  if (blocking_.equal_row_parts) {
+    const int64_t part = even_part(row_blocks_, blocks_at_once(max_block_rows_));
+    return {part, part, blocking_.claim_fraction};
   }
   const int64_t across = blocking_.tokens_outermost ? 1 : token_blocks_;
-  const int64_t most = blocks_at_once(most_block_rows_) * across;
-  const int64_t least = std::min(blocking_.least_rows / most_block_rows_, row_blocks_) * across;
-  return {std::max<int64_t>(least, 1), std::max(least, most), blocking_.claim_parts};
+  const int64_t most = blocks_at_once(max_block_rows_) * across;
+  const int64_t least = std::min(blocking_.least_rows / max_block_rows_, row_blocks_) * across;
+  return {std::max<int64_t>(least, 1), std::max(least, most), blocking_.claim_fraction};
 }
 
 int64_t Product::blocks_at_once(int64_t block_rows) const {
-  const int64_t rows = blocking_.finishes_sums
+  const int64_t rows = blocking_.kernel_stores
                            ? blocking_.rows
                            : std::min(blocking_.rows, blocking_.sums / block_tokens_);
   return std::max<int64_t>(1, rows / block_rows);
@@ -216,7 +120,7 @@ int64_t Product::blocks_at_once(int64_t block_rows) const {
 
 int64_t Product::row_blocks_at_once(const Weight& weight) const {
   const int64_t most = blocks_at_once(weight.block_rows);
-  return blocking_.even_rows ? even_part(weight.row_blocks, most) : most;
+  return blocking_.equal_row_parts ? even_part(weight.row_blocks, most) : most;
 }
 
 void Product::run(int64_t begin, int64_t end) const {
@@ -286,16 +190,21 @@ int64_t Product::part_begin(const Weight& weight, int64_t part) const {
 
 // The first part has the tokens' sums, which are to be taken off once.
 void Product::multiply_part(const Projection& p, int64_t block, int64_t cell, int64_t part) const {
-  static constexpr int32_t kNoSums[kMostPartTokens] = {};
-  const int64_t size = sums_of_part(), token = cell % token_blocks_ * block_tokens_;
+  static constexpr int32_t kNoSums[kMaxPartTokens] = {};
+  const int64_t size = sums_of_part();
   int32_t* sums = parts_.sums + cell * k_parts_ * size;
-  if (token >= x_.tokens) return;
-  SumsJob job = job_of(p, block, 1, token, sums + part * size);
-  job.k_begin = part_begin(*p.weight, part);
-  job.k_count = part_begin(*p.weight, part + 1) - job.k_begin;
-  job.x += job.k_begin / kTokenStep * job.x_step_stride;
+  const ProductPart all = part_of(p, block, 1, cell % token_blocks_);
+  if (all.tokens <= 0) return;
+  const Weight& w = *p.weight;
+  const int64_t begin = part_begin(w, part), end = part_begin(w, part + 1);
+  ProductJob job = job_of(w, x_, all);
+  job.sums = sums + part * size;
+  job.out_stride = w.block_rows;
+  job.weights += begin / layout::kTileStepK * (w.block_bytes / w.k_steps);
+  job.k_steps = (end - begin) / layout::kTileStepK;
+  job.x += begin / kTokenStep * x_.step_stride(all.token);
   if (part != 0) job.x_sum = kNoSums;
-  multiply_sums(table_, *p.weight, job);
+  run_job(job, nullptr);
   std::atomic_ref<int32_t> done(parts_.done[cell]);
   if (done.fetch_add(1, std::memory_order_acq_rel) + 1 != k_parts_) return;
   done.store(0, std::memory_order_relaxed);  // the end of the stage tells the others
@@ -304,40 +213,41 @@ void Product::multiply_part(const Projection& p, int64_t block, int64_t cell, in
     const int32_t* from = sums + other * size;
     for (int64_t i = 0; i < count; ++i) sums[i] += from[i];
   }
-  job.out = sums;
-  table_.store_block(epilogue_of(p, job, token));
+  job.sums = sums;
+  table_.store_block(epilogue_of(p, job, all));
 }
 
 void Product::multiply(const Projection& p, int64_t block, int64_t blocks,
                        int64_t token_block) const {
   alignas(64) int32_t sums[kMaxProductSums];
-  const int64_t token = token_block * block_tokens_;
-  if (token >= x_.tokens) return;  // blocks of whole tiles may be fewer
-  SumsJob job = job_of(p, block, blocks, token, sums);
-  if (p.grouped()) return multiply_grouped(p, job, token);
+  const ProductPart part = part_of(p, block, blocks, token_block);
+  if (part.tokens <= 0) return;  // blocks of whole tiles may be fewer
+  if (p.grouped()) return multiply_grouped(p, part);
+  ProductJob job = job_of(*p.weight, x_, part);
+  job.sums = sums;
+  job.out_stride = blocks * p.weight->block_rows;
   if (blocking_.scratch_bytes != 0) job.scratch = thread_scratch(blocking_.scratch_bytes);
-  multiply_and_store(table_, *p.weight, job, epilogue_of(p, job, token));
+  const EpilogueJob epilogue = epilogue_of(p, job, part);
+  run_job(job, &epilogue);
 }
 
-SumsJob Product::job_of(const Projection& p, int64_t block, int64_t blocks, int64_t token,
-                        int32_t* sums) const {
-  return {
-      .block_begin = block,
-      .block_end = block + blocks,
-      .x = x_.token(token),
-      .x_stride = x_.stride(),
-      .x_step_stride = x_.step_stride(token),
-      .x_sum = x_.sums + token,
-      .tokens = std::min(block_tokens_, x_.tokens - token),
-      .out = sums,
-      .out_stride = blocks * p.weight->block_rows,
-  };
+void Product::run_job(const ProductJob& job, const EpilogueJob* epilogue) const {
+  const ProductAlgorithm& algorithm =
+      algorithm_ != nullptr ? *algorithm_ : algorithm_for(table_, shape_of(job));
+  algorithm.run(job, epilogue);
 }
 
-EpilogueJob Product::epilogue_of(const Projection& p, const SumsJob& job, int64_t token) const {
-  const int64_t row = job.block_begin * p.weight->block_rows;
-  EpilogueJob out = epilogue_at(p, row, token);
-  out.sums = job.out;
+ProductPart Product::part_of(const Projection&, int64_t block, int64_t blocks,
+                             int64_t token_block) const {
+  const int64_t token = token_block * block_tokens_;
+  return {block, block + blocks, token, std::min(block_tokens_, x_.tokens - token)};
+}
+
+EpilogueJob Product::epilogue_of(const Projection& p, const ProductJob& job,
+                                 const ProductPart& part) const {
+  const int64_t row = part.block_begin * p.weight->block_rows;
+  EpilogueJob out = epilogue_at(p, row, part.token);
+  out.sums = job.sums;
   out.sums_stride = job.out_stride;
   out.rows = std::min(job.out_stride, p.weight->n_rows - row);
   out.tokens = job.tokens;
@@ -392,14 +302,14 @@ void Product::run_columns(const ColumnsRead& read, int64_t begin, int64_t end) c
 
 // Values of a call stay in L1; those of tables of sums lie behind their scratch, or without scratch
 // are made in pieces.
-void Product::multiply_grouped(const Projection& p, const SumsJob& job, int64_t token) const {
+void Product::multiply_grouped(const Projection& p, const ProductPart& part) const {
   constexpr int64_t kPieceTokens = 64;
   alignas(64) float few[kMaxProductSums];
   float* values = few;
   char* scratch = nullptr;
-  int64_t blocks = job.block_end - job.block_begin, tokens = job.tokens;
+  int64_t blocks = part.block_end - part.block_begin, tokens = part.tokens;
   if (blocking_.scratch_bytes != 0) {
-    const int64_t count = block_tokens_ * (blocking_.rows + most_block_rows_);
+    const int64_t count = block_tokens_ * (blocking_.rows + max_block_rows_);
     scratch = static_cast<char*>(thread_scratch(blocking_.scratch_bytes + 4 * count));
     if (scratch != nullptr) {
       values = reinterpret_cast<float*>(scratch + blocking_.scratch_bytes);
@@ -408,29 +318,25 @@ void Product::multiply_grouped(const Projection& p, const SumsJob& job, int64_t 
       blocks = kMaxProductSums / (kPieceTokens * p.weight->block_rows);
     }
   }
-  for (int64_t m = 0; m < job.tokens; m += tokens) {
-    for (int64_t block = job.block_begin; block < job.block_end; block += blocks) {
-      const int64_t end = std::min(block + blocks, job.block_end);
-      const GroupsJob part{.block_begin = block,
-                           .block_end = end,
-                           .token = token + m,
-                           .tokens = std::min(tokens, job.tokens - m),
-                           .out = values,
-                           .out_stride = (end - block) * p.weight->block_rows,
-                           .scratch = scratch};
-      multiply_groups(table_, *p.weight, p.groups, x_, part);
-      store_groups(p, part);
+  for (int64_t m = 0; m < part.tokens; m += tokens) {
+    for (int64_t block = part.block_begin; block < part.block_end; block += blocks) {
+      const ProductPart piece{block, std::min(block + blocks, part.block_end), part.token + m,
+                              std::min(tokens, part.tokens - m)};
+      const int64_t stride = (piece.block_end - block) * p.weight->block_rows;
+      multiply_groups(table_, *p.weight, p.groups, x_, piece, values, stride, scratch);
+      store_groups(p, piece, values, stride);
     }
   }
 }
 
-void Product::store_groups(const Projection& p, const GroupsJob& job) const {
-  const int64_t row = job.block_begin * p.weight->block_rows;
-  const int64_t n = std::min(job.out_stride, p.weight->n_rows - row);
-  for (int64_t m = 0; m < job.tokens; ++m) {
-    float* y = job.out + m * job.out_stride;
+void Product::store_groups(const Projection& p, const ProductPart& part, float* values,
+                           int64_t stride) const {
+  const int64_t row = part.block_begin * p.weight->block_rows;
+  const int64_t n = std::min(stride, p.weight->n_rows - row);
+  for (int64_t m = 0; m < part.tokens; ++m) {
+    float* y = values + m * stride;
     if (p.bias != nullptr) table_.add_row(y, p.bias + row, n, y);
-    store_values(p.out, y, n, job.token + m, row);
+    store_values(p.out, y, n, part.token + m, row);
   }
 }
 
@@ -475,7 +381,7 @@ void multiply(const KernelTable& table, const QuantizedTokens& x, const Projecti
   int64_t macs = 0;
   for (int64_t i = 0; i < count; ++i) macs += projections[i].weight->n_rows * x.k * x.tokens;
   const int64_t threads = partitions_for(StagedExecutor::kMaxPartitions, macs, kMinMacs);
-  const Product product(table, x, projections, count, cut_for(table, shape, threads));
+  const Product product(table, x, projections, count, plan_product(table, shape, threads));
   if (product.units() == 0) return;
   const int64_t partitions = std::min(product.units(), threads);
   if (partitions == 1) return product.run(0, product.units());  // nobody to share claims with

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "engine/group_product.h"
+#include "engine/product_plan.h"
 #include "engine/quantized_tokens.h"
 #include "engine/weights.h"
 #include "runtime/staged_executor.h"
@@ -30,13 +31,7 @@ struct Projection {
 
   bool grouped() const { return groups.data != nullptr; }
   int64_t group() const { return grouped() ? groups.group : 0; }
-  // In tiles; scales of groups beside them.
-  bool takes_tables() const;
 };
-
-// Whether these products read their tokens as rows: one of them has scales of groups, whose sums
-// are taken of rows, or canonical weights.
-bool reads_rows(const Projection* projections, int64_t count);
 
 // A contiguous result [tokens, n_rows] of `type`.
 Projection make_projection(const Weight& weight, const float* scale, int64_t scale_count,
@@ -44,32 +39,8 @@ Projection make_projection(const Weight& weight, const float* scale, int64_t sca
 // Exact int32 sums [tokens, n_rows].
 Projection make_sums(const Weight& weight, int32_t* out);
 
-// How many blocks of tokens and parts of K a product is cut into. token_blocks 0: as
-// ProductBlocking says, which is best for one thread. A part has at least 64 k, or the smallest
-// number of k that the table's matrix unit takes.
-struct ProductCut {
-  int64_t token_blocks = 0, k_parts = 1;
-  int64_t table_rows = 0;       // by tables of sums, of so many rows; 0: by multiplication
-  int64_t row_parts = 1;        // at least, of the rows of a product by tables; k_parts is 1 then
-  int64_t cells = 0, sums = 0;  // sizes of PartSums, if there is more than one part
-};
-
-// The properties of a product that its cut depends on.
-struct ProductShape {
-  int64_t tokens, k;
-  int64_t row_blocks, block_rows;  // of all projections
-  bool grouped;                    // has group scales
-  bool row_major;                  // reads_rows() of the projections
-  bool tables;                     // may be made by tables of sums: takes_tables(), one plane
-  bool splits_k = false;           // K may be cut: the caller provides PartSums
-};
-
-// Of so many tokens of `planes` planes.
+// The shape of projections of the same tokens, so many of them with `planes` planes.
 ProductShape shape_of(const Projection* projections, int64_t count, int64_t tokens, int64_t planes);
-
-// The coarsest cut that has enough units for all threads to end together. Blocks get fewer tokens
-// first; then K is cut.
-ProductCut cut_for(const KernelTable& table, const ProductShape& shape, int64_t threads);
 
 // Sums of the parts of K. A cell is a row block x a block of tokens.
 struct PartSums {
@@ -91,7 +62,7 @@ struct ColumnsRead {
 class Product {
  public:
   Product(const KernelTable& table, const QuantizedTokens& x, const Projection* projections,
-          int64_t count, const ProductCut& cut = {}, const PartSums& parts = {});
+          int64_t count, const ProductPlan& plan = {}, const PartSums& parts = {});
 
   int64_t units() const { return row_blocks_ * token_blocks_ * k_parts_; }
 
@@ -110,15 +81,19 @@ class Product {
   void run_parts(int64_t begin, int64_t end) const;
   // The projection that row block `block` of all belongs to; `block` becomes its number in there.
   const Projection& find(int64_t& block) const;
-  int64_t sums_of_part() const { return most_block_rows_ * block_tokens_; }
+  int64_t sums_of_part() const { return max_block_rows_ * block_tokens_; }
   int64_t part_begin(const Weight& weight, int64_t part) const;
-  SumsJob job_of(const Projection& p, int64_t block, int64_t blocks, int64_t token,
-                 int32_t* sums) const;
+  ProductPart part_of(const Projection& p, int64_t block, int64_t blocks,
+                      int64_t token_block) const;
+  // By the plan's algorithm where all calls take it, else by the usual one of the job.
+  void run_job(const ProductJob& job, const EpilogueJob* epilogue) const;
   void multiply(const Projection& p, int64_t block, int64_t blocks, int64_t token_block) const;
   void multiply_part(const Projection& p, int64_t block, int64_t cell, int64_t part) const;
-  void multiply_grouped(const Projection& p, const SumsJob& job, int64_t token) const;
-  void store_groups(const Projection& p, const GroupsJob& job) const;
-  EpilogueJob epilogue_of(const Projection& p, const SumsJob& job, int64_t token) const;
+  void multiply_grouped(const Projection& p, const ProductPart& part) const;
+  void store_groups(const Projection& p, const ProductPart& part, float* values,
+                    int64_t stride) const;
+  EpilogueJob epilogue_of(const Projection& p, const ProductJob& job,
+                          const ProductPart& part) const;
   EpilogueJob epilogue_at(const Projection& p, int64_t row, int64_t token) const;
   void store_values(const Output& out, float* y, int64_t n, int64_t token, int64_t row) const;
 
@@ -126,10 +101,11 @@ class Product {
   const QuantizedTokens& x_;
   const Projection* projections_;
   int64_t count_;
+  const ProductAlgorithm* algorithm_;  // null: each call takes its own
   ProductBlocking blocking_;
   PartSums parts_;
-  int64_t row_blocks_ = 0, most_block_rows_ = 1;
-  bool finer_;                           // units of a finer cut, taken singly
+  int64_t row_blocks_ = 0, max_block_rows_ = 1;
+  bool is_split_;                        // units of a finer cut, taken singly
   int64_t token_blocks_, block_tokens_;  // nearly equal, so that more tokens never cost less
   int64_t k_parts_;
 };

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "engine/product_plan.h"
 #include "format/layout.h"
 #include "runtime/parallel.h"
 
@@ -18,7 +19,7 @@ QuantizedTokens carve(BumpAllocator& memory, const KernelTable& table, int64_t t
   const int64_t groups = group == 0 ? 0 : tokens * groups_for(k, group);
   QuantizedTokens view{tokens, k, padded,
                        // sums over groups are taken of rows as they lie
-                       row_major || group != 0 ? 0 : table.product_blocking(tokens, k).token_tile,
+                       row_major || group != 0 ? 0 : token_tile(table, tokens, k),
                        memory.take<int8_t>(tokens * planes_of(format) * padded),
                        memory.take<int32_t>(tokens), memory.take<float>(tokens),
                        group == 0 ? nullptr : memory.take<int32_t>(groups), format};
@@ -28,6 +29,16 @@ QuantizedTokens carve(BumpAllocator& memory, const KernelTable& table, int64_t t
 }
 
 }  // namespace
+
+ProductJob job_of(const Weight& weight, const QuantizedTokens& x, const ProductPart& part) {
+  ProductJob job = job_of(weight, part.block_begin, part.block_end);
+  job.x = x.token(part.token);
+  job.x_stride = x.stride();
+  job.tokens = part.tokens;
+  job.planes = x.planes();
+  job.x_sum = x.sums + part.token;
+  return job;
+}
 
 // One block for all arrays: a small op spends more on asking for memory than on filling it.
 TokenBuffer::TokenBuffer(const KernelTable& table, int64_t tokens, int64_t k, int64_t group,

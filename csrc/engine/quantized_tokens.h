@@ -2,6 +2,7 @@
 // the order that the kernel table asks for.
 #pragma once
 
+#include "engine/weights.h"
 #include "kernels/kernel_table.h"
 #include "runtime/memory.h"
 
@@ -79,8 +80,11 @@ struct QuantizedTokens {
   void quantize_groups(const KernelTable& table, const float* x, int64_t m) const;
 };
 
+// A job of a part of a product without scales of groups, but for its result.
+ProductJob job_of(const Weight& weight, const QuantizedTokens& x, const ProductPart& part);
+
 // With memory of their own, in the order that `table` asks for, or row-major where canonical
-// weights read them (reads_rows of engine/product.h).  group: 0 where nobody needs groups.
+// weights read them (Weight::reads_rows).  group: 0 where nobody needs groups.
 class TokenBuffer {
  public:
   TokenBuffer(const KernelTable& table, int64_t tokens, int64_t k, int64_t group = 0,

@@ -166,16 +166,14 @@ double tiles_ns(const KernelTable& table, const Linear& linear, const Trial& tri
   sums.resize(static_cast<size_t>(blocks * w.block_rows));
   const int64_t begin = steady_ns();
   for (int64_t block = 0; block < w.row_blocks; block += blocks) {
-    multiply_sums(table, w,
-                  {.block_begin = block,
-                   .block_end = std::min(block + blocks, w.row_blocks),
-                   .x = trial.codes.data(),
-                   .x_stride = layout::padded_k(linear.k),
-                   .x_step_stride = kTokenStep,
-                   .x_sum = &trial.sum,
-                   .tokens = 1,
-                   .out = sums.data(),
-                   .out_stride = blocks * w.block_rows});
+    ProductJob job = job_of(w, block, std::min(block + blocks, w.row_blocks));
+    job.x = trial.codes.data();
+    job.x_stride = layout::padded_k(linear.k);
+    job.x_sum = &trial.sum;
+    job.tokens = 1;
+    job.sums = sums.data();
+    job.out_stride = blocks * w.block_rows;
+    algorithm_for(table, shape_of(job)).run(job, nullptr);
   }
   return static_cast<double>(steady_ns() - begin);
 }

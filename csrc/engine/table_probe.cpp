@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/product_plan.h"
 #include "engine/weights.h"
 #include "runtime/memory.h"
 #include "runtime/tuning.h"
@@ -23,12 +24,12 @@ using Seconds = std::chrono::duration<double>;
 // Weights, inputs and sums stay in L2, so that the gain does not depend on other cores.
 constexpr int64_t kTokens = kProbeTokens, kRows = 1024, kK = 1024;
 // Turns of both ways. A disturbed turn does not count, so few suffice; a slow CPU has fewer.
-constexpr int kMostTurns = 8, kLeastTurns = 3;
+constexpr int kMaxTurns = 8, kMinTurns = 3;
 constexpr Seconds kEnough{0.008};
 // Less may be noise, and the costs by which kernels divide a product are those of other CPUs.
-constexpr double kLeastGain = 1.05;
+constexpr double kMinGain = 1.05;
 // For fewer tokens: on Zen 4 16 to 32 of them have at least .79 of the gain of 64.
-constexpr double kLeastGainOfFew = 1.33;
+constexpr double kMinGainOfFew = 1.33;
 
 // Uniform numbers below 2^16: tables gain less where rows share their lines.
 class Numbers {
@@ -39,8 +40,16 @@ class Numbers {
   uint32_t state_ = 1;
 };
 
+constexpr ProductShape kShape{.format = WeightFormat::kTwoBit,
+                              .tokens = kTokens,
+                              .k = kK,
+                              .row_blocks = kRows,
+                              .block_rows = 1,
+                              .scratch = true};
+
 int64_t scratch_bytes(const KernelTable& table) {
-  return table.table_blocking(kTokens, kRows, false).scratch_bytes;
+  const ProductAlgorithm* tables = tables_of(table);
+  return tables == nullptr ? 0 : tables->blocking(kShape).scratch_bytes;
 }
 
 class SampleProduct {
@@ -66,16 +75,12 @@ class SampleProduct {
   }
 
   Seconds time(bool tables) {
-    const SumsJob job{.block_begin = 0,
-                      .block_end = weight_.row_blocks,
-                      .x = x_.get(),
-                      .x_stride = kK,
-                      .x_step_stride = kTokenStep,
-                      .x_sum = sums_.data(),
-                      .tokens = kTokens,
-                      .out = nullptr,
-                      .out_stride = 0,
-                      .scratch = tables ? scratch_.get() : nullptr};
+    ProductJob job = job_of(weight_, 0, weight_.row_blocks);
+    job.x = x_.get();
+    job.x_stride = kK;
+    job.x_sum = sums_.data();
+    job.tokens = kTokens;
+    job.scratch = tables ? scratch_.get() : nullptr;
     const EpilogueJob epilogue{.sums = nullptr,
                                .sums_stride = 0,
                                .rows = kRows,
@@ -89,7 +94,7 @@ class SampleProduct {
                                .out = out_.data(),
                                .out_stride_bytes = kRows * element_size(DType::kBF16)};
     const Clock::time_point start = Clock::now();
-    multiply_and_store(table_, weight_, job, epilogue);
+    tables_of(table_)->run(job, &epilogue);
     return Clock::now() - start;
   }
 
@@ -110,7 +115,7 @@ TableProbe measure(const KernelTable& table) {
   TableProbe probe;
   try {
     SampleProduct product(table);
-    for (int i = 0; i < kMostTurns && (i < kLeastTurns || Clock::now() - start < kEnough); ++i) {
+    for (int i = 0; i < kMaxTurns && (i < kMinTurns || Clock::now() - start < kEnough); ++i) {
       multiplied = std::min(multiplied, product.time(false));
       by_tables = std::min(by_tables, product.time(true));
     }
@@ -147,7 +152,7 @@ bool tables_gain(const KernelTable& table, int64_t tokens) {
   const TableUse use = tuning().sum_tables;
   if (use == TableUse::kOff || scratch_bytes(table) == 0) return false;
   if (use == TableUse::kOn) return true;
-  const double least = tokens < kProbeTokens ? kLeastGainOfFew : kLeastGain;
+  const double least = tokens < kProbeTokens ? kMinGainOfFew : kMinGain;
   Measurements& all = measurements();
   {
     const std::lock_guard lock(all.mutex);

@@ -83,9 +83,9 @@ void ternary_rows(const KernelTable& table, const HeadView& head, int64_t row_be
     float* to = out + m * out_stride;
     const int64_t first = row_begin / rows;
     if (first < whole)
-      multiply_groups(table, w, head.ternary_scales, x, {first, whole, m, count, to, out_stride});
+      multiply_groups(table, w, head.ternary_scales, x, {first, whole, m, count}, to, out_stride);
     if (whole * rows >= row_end) continue;
-    multiply_groups(table, w, head.ternary_scales, x, {whole, whole + 1, m, count, values, rows});
+    multiply_groups(table, w, head.ternary_scales, x, {whole, whole + 1, m, count}, values, rows);
     const int64_t from = std::max(whole * rows, row_begin);
     for (int64_t t = 0; t < count; ++t) {
       std::copy_n(values + t * rows + (from - whole * rows), row_end - from,

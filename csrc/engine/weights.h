@@ -39,26 +39,13 @@ struct Weight {
 Weight canonical_weight(const void* data, int64_t n_rows, int64_t k);
 Weight tile_weight(const void* data, WeightFormat format, int64_t n_rows, int64_t k, int64_t lanes);
 
-// A run of row blocks x some tokens, all of K or a range of it: of tiles any multiple of 64 that
-// begins at one, of canonical rows one block of 128.
-struct SumsJob {
+// A run of row blocks x some tokens.
+struct ProductPart {
   int64_t block_begin, block_end;
-  int64_t k_begin = 0, k_count = 0;  // 0: all of K
-  // Token m from k_begin on at x + m * x_stride, its next 64 k at x_step_stride.
-  const int8_t* x;
-  int64_t x_stride, x_step_stride;
-  const int32_t* x_sum;  // of the codes that are multiplied
-  int64_t tokens;
-  int32_t* out;  // row i of the run and token m at out[m * out_stride + i]
-  int64_t out_stride;
-  void* scratch = nullptr;  // TileJob::scratch
+  int64_t token, tokens;
 };
 
-// The exact sums of the job.  Zeros stand in x from k to the next multiple of 128.  Writes whole
-// row blocks, rows past n_rows included, except in the canonical layout.
-void multiply_sums(const KernelTable& table, const Weight& weight, const SumsJob& job);
-// Then store_block of them; job.out is where they may be on the way.
-void multiply_and_store(const KernelTable& table, const Weight& weight, const SumsJob& job,
-                        const EpilogueJob& epilogue);
+// A job of the row blocks [begin, end), all of K, but for its tokens and its result.
+ProductJob job_of(const Weight& weight, int64_t begin, int64_t end);
 
 }  // namespace bitnet::engine

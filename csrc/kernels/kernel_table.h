@@ -1,6 +1,6 @@
-// THE CONTRACT between the engine and the kernels: one struct of function pointers per ISA. Must
-// not know threads or allocation: kernels take raw pointers and a range of rows, the caller splits
-// the work and owns every buffer.
+// THE CONTRACT between the engine and the kernels: one struct of function pointers per ISA (the
+// list of products: products.h). Must not know threads or allocation: kernels take raw pointers and
+// a range of rows, the caller splits the work and owns every buffer.
 //
 // Common preconditions: pointers are non-null where a length is positive; no alignment is required;
 // outputs never overlap inputs unless a row says "in place"; lengths are in elements, `_bytes` in
@@ -14,19 +14,10 @@
 #include <cstdint>
 
 #include "format/layout.h"
+#include "kernels/dtype.h"
+#include "kernels/products.h"
 
 namespace bitnet {
-
-// Element types in memory.  Inside the kernels everything is float32.  Activations and weights of
-// heads are kF32, kBF16 or kF16; the rest is for keys and values of a cache and nothing else: kInt8
-// with a scale for every position, kF8E4M3 and kF8E5M2 the 8-bit floats of the Open Compute Project
-// (E4M3FN, without infinities, to 448; E5M2, IEEE's way, to 57344).
-enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kInt8 = 3, kF8E4M3 = 4, kF8E5M2 = 5 };
-
-constexpr int64_t element_size(DType type) {
-  if (type == DType::kF32) return 4;
-  return type == DType::kBF16 || type == DType::kF16 ? 2 : 1;
-}
 
 // How far ahead of their stream the heads ask for weights, and for which cache: into_l2 where loads
 // into L1 are too few at once to keep the memory busy.  Depends on the CPU; never changes results.
@@ -52,74 +43,6 @@ struct HeadToken {
   float low_length = 0;
 };
 
-// A product of the tiles of a CPU-specific layout (format/layout.h) with int8 tokens.
-struct TileJob {
-  layout::WeightFormat format;  // kTwoBit or kBase3
-  const uint8_t* tiles;         // the first tile; the others follow
-  int64_t k_steps;              // of a tile, a multiple of 16; K padded is 4 * k_steps
-  int64_t tile_count;
-  const int8_t* x;  // token m at x + m * x_stride, readable for 4 * k_steps, zeros from K
-  int64_t x_stride;
-  const int32_t* x_sum;  // x_sum[m] = sum of token m
-  int64_t tokens;
-  int32_t* out;            // row i of the job and token m at out[m * out_stride + i]
-  int64_t out_stride;      // at least the rows of all tiles
-  int64_t prefetch_bytes;  // how far ahead of the weight stream to prefetch; depends on the CPU
-  // From 64 codes of a token to its next 64: 64 in row-major order, the only one unless
-  // product_blocking asks for tiles of tokens.
-  int64_t x_step_stride = 64;
-  bool shared_ports = false;  // Tuning::shared_ports; a matter of time, not of sums
-  void* scratch = nullptr;    // ProductBlocking::scratch_bytes, aligned to 64; null: no tables
-};
-
-// Codes of a token that always lie together.
-inline constexpr int64_t kTokenStep = 64;
-// Sums of a call at most, whatever the blocking.
-inline constexpr int64_t kMaxProductSums = 128 * 64;
-
-// How the products of a table like their work cut, for a number of tokens (engine/product.h).
-struct ProductBlocking {
-  int64_t tokens = 64;            // that one call multiplies at most
-  int64_t rows = 512;             // likewise, rounded to whole row blocks, at least one
-  int64_t sums = 64 * 80;         // likewise: tokens * rows, so that they stay in L1
-  int64_t least_rows = 0;         // that a thread claims, as far as there are so many
-  int64_t claim_parts = 8;        // a claim takes one in so many of the units that are left
-  int64_t token_tile = 0;         // 0: row-major; else tokens of a tile, 64 codes of each in turn
-  int64_t token_multiple = 1;     // tokens of a block are a multiple of so many, but for the last
-  bool tokens_outermost = false;  // all rows for a block of tokens before the next, or the reverse
-  bool finishes_sums = false;     // tile_product stores none, so `sums` does not bound its rows
-  bool even_rows = false;         // calls and claims of equal parts of all rows, of at most `rows`
-  int64_t scratch_bytes = 0;      // TileJob::scratch, of a call of at most `rows` rows
-};
-
-// A product whose rows have a scale for every group of 128 or 64 weights along K.  A token is one
-// row of int8 codes, or two: planes high and low of 16-bit codes, 256 * high + low, |code| <=
-// 32512.
-struct GroupJob {
-  layout::WeightFormat format;  // kTwoBit or kBase3
-  const uint8_t* tiles;         // k-step 0 of the first tile
-  int64_t tile_stride;          // bytes from one tile to the next
-  int64_t k_steps;              // to be multiplied, a multiple of 16
-  int64_t group_steps;          // of a group, 32 or 16; the last group may be shorter
-  int64_t tile_count;
-  const int8_t* x;  // plane p of token m at x + (m * planes + p) * x_stride
-  int64_t x_stride;
-  int64_t planes;        // 1 or 2
-  const int32_t* x_sum;  // of the codes of group g and token m at [g * x_group_stride + m]
-  const float* x_scale;  // likewise, what a code is worth; null: 1
-  int64_t x_group_stride;
-  int64_t tokens;
-  DType scale_type;   // kF32 or kF16
-  const void* scale;  // row i of the job's tile t, group g: [t * scale_stride + g * rows + i]
-  int64_t scale_stride;
-  bool add;    // to what is there; else the sum begins with 0
-  float* out;  // row i of the job and token m at out[m * out_stride + i]
-  int64_t out_stride;
-  int64_t prefetch_bytes;
-  bool shared_ports = false;  // as in TileJob
-  void* scratch = nullptr;    // likewise
-};
-
 // A product of panels of columns (format/layout.h) with the codes of one token that are not 0.
 struct ColumnJob {
   const uint8_t* columns;  // the first panel; the others follow
@@ -132,29 +55,6 @@ struct ColumnJob {
   int64_t count;
   int32_t x_sum;  // of the codes
   int32_t* out;   // [panels, layout::kColumnRows]
-};
-
-// What becomes of a block of sums.
-enum class StoreKind : int32_t {
-  kSums,   // stored as they are, int32; the scales are not used
-  kStore,  // stored as `type`
-  kRound,  // rounded to `type`, stored as float32
-  kAdd,    // rounded to `type`, added to the float32 values that are there
-};
-
-// y = float(sum) * (w_scale * x_scale) (+ bias), each operation rounded to float32, then stored.
-struct EpilogueJob {
-  const int32_t* sums;  // row i and token m at sums[m * sums_stride + i]
-  int64_t sums_stride;
-  int64_t rows, tokens;
-  const float* w_scale;  // of row i: w_scale[i * w_scale_step], step 0 or 1
-  int64_t w_scale_step;
-  const float* x_scale;  // [tokens]
-  const float* bias;     // [rows] or null
-  StoreKind kind;
-  DType type;  // kF32, kBF16 or kF16
-  void* out;   // row i of token m: element i at out + m * out_stride_bytes
-  int64_t out_stride_bytes;
 };
 
 // A row on its way into a product: x rounded to `type` and, with a weight, normalised and rounded
@@ -284,32 +184,12 @@ struct KernelTable {
   uint64_t required;        // feature bits (kernels/features.h), all needed
 
   // ---- integer core -------------------------------------------------------------------------
-  // out[m * out_stride + n] = sum_k (code[n][k] - 1) * x[m][k] for n in [row_begin, row_end).
-  // weight: canonical layout, row n at weight + n * row_bytes.  x: int8, row m at x + m * x_stride,
-  // readable for 4 * row_bytes elements with zeros past K.  x_sum[m] = sum_k x[m][k].  Row
-  // row_begin is written at out[0] (prefetch_bytes as in TileJob), so a caller passes out for its
-  // own range. Bound: |sum of code * x| <= 3 * 128 * K < 2^31 for K <= 5.5e6 whatever the bytes
-  // are.
-  void (*ternary_gemm)(const uint8_t* weight, int64_t row_bytes, int64_t row_begin, int64_t row_end,
-                       const int8_t* x, int64_t x_stride, const int32_t* x_sum, int64_t tokens,
-                       int32_t* out, int64_t out_stride, int64_t prefetch_bytes);
-  // The same product over tiles of `tile_lanes` lanes: all rows of tile_count tiles, exact.
-  // Bounds for K <= 32768: sums of raw and scaled bytes stay below 255 * 128 * K < 2^30; base-3
-  // sums, before they are divided by 256, within 256 * 2 * 128 * K <= 2^31.
+  // The products of this ISA, best first (kernels/products.h); the last row takes what is left.
   int64_t tile_lanes;
-  void (*tile_gemm)(const TileJob& job);
-  // tile_gemm(job), then store_block(epilogue), in one go: the sums at job.out, which are what the
-  // epilogue takes, may not be written.
-  void (*tile_product)(const TileJob& job, const EpilogueJob& epilogue);
-  // y = fma(float(sum of a group), w_scale * x_scale, y), groups ascending, from 0 or `out` on.
-  // Each sum is an exact integer, below 2^23 whatever the planes, so its float is exact; the
-  // product of the scales is rounded, and taken as w_scale where there is no x_scale.  Bounds: a
-  // group of two planes is 128 codes up to 32512; times a byte of 255 below 2^31, and base-3 sums
-  // before they are divided, 256 * 2 * 128 * 32512, too.
-  void (*group_gemm)(const GroupJob& job);
-  // The same step for sums that are there: out = fma(float(sum), w_scale * x_scale, out), of row i
-  // and token m: sums[m * sums_stride + i], w_scale[i], x_scale[m] (null: 1), out[m * out_stride +
-  // i].
+  const ProductAlgorithm* products;
+  // A group's step of a product for sums that are there: out = fma(float(sum), w_scale * x_scale,
+  // out), of row i and token m: sums[m * sums_stride + i], w_scale[i], x_scale[m] (null: 1), out[m
+  // * out_stride + i].
   void (*add_group)(const int32_t* sums, int64_t sums_stride, int64_t rows, int64_t tokens,
                     const float* w_scale, const float* x_scale, float* out, int64_t out_stride);
   // out = the exact sums of the listed codes times their columns; those past N mean nothing.
@@ -328,11 +208,6 @@ struct KernelTable {
                         int32_t* sum);
   // Finishes a block of a product: scales, adds a bias, rounds, stores.
   void (*store_block)(const EpilogueJob& job);
-  // How products of tiles and k features cut their work for so many tokens.
-  ProductBlocking (*product_blocking)(int64_t tokens, int64_t k);
-  // Likewise of `rows` rows in tiles, with scales of groups or without, by tables of sums;
-  // scratch_bytes 0: not by tables.
-  ProductBlocking (*table_blocking)(int64_t tokens, int64_t rows, bool grouped);
 
   // ---- element types ------------------------------------------------------------------------
   // Every type but kInt8.  Loading is exact, storing rounds half to even.  Beyond the largest
@@ -510,24 +385,23 @@ struct KernelTable {
 
 // The rows of an ISA's table: each function has the name of its row.  One left out would be a null
 // pointer at run time; -Wmissing-field-initializers and the table test see that.
-#define BITNET_KERNELS(lanes)                                                                     \
-  .ternary_gemm = ternary_gemm, .tile_lanes = lanes, .tile_gemm = tile_gemm,                      \
-  .tile_product = tile_product, .group_gemm = group_gemm, .add_group = add_group,                 \
-  .column_product = column_product, .list_nonzero = list_nonzero, .sum_i8 = sum_i8,               \
-  .quantize_row = quantize_row, .store_block = store_block, .product_blocking = product_blocking, \
-  .table_blocking = table_blocking, .load_row = load_row, .store_row = store_row,                 \
-  .round_row = round_row, .store_cache_row = store_cache_row, .rms_norm_row = rms_norm_row,       \
-  .norm_quantize_row = norm_quantize_row, .add_row = add_row, .relu2_mul_row = relu2_mul_row,     \
-  .silu_mul_row = silu_mul_row, .gelu_mul_row = gelu_mul_row, .sigmoid_mul_row = sigmoid_mul_row, \
-  .hadamard_row = hadamard_row, .rope_head = rope_head, .attend_chunk = attend_chunk,             \
-  .add_pairs = add_pairs, .quantize_query = quantize_query, .merge_attention = merge_attention,   \
-  .finish_attention = finish_attention, .conv_silu_row = conv_silu_row,                           \
-  .delta_gates_row = delta_gates_row, .delta_rule = delta_rule, .delta_replay = delta_replay,     \
-  .head_dense = head_dense, .score_rows = score_rows, .dense_tiles = dense_tiles,                 \
-  .head_int8 = head_int8, .head_bound = head_bound, .head_bound_tokens = kHeadBoundFrom,          \
-  .head_int4 = head_int4, .head_quantize_token = head_quantize_token,                             \
-  .head_quantize_int8 = head_quantize_int8, .head_quantize_int4 = head_quantize_int4,             \
-  .max_row = max_row, .exp_row = exp_row, .split_row = split_row, .find_row = find_row,           \
-  .add_noise_row = add_noise_row, .probe_read = probe_read, .probe_int8_peak = probe_int8_peak
+#define BITNET_KERNELS(lanes)                                                                   \
+  .tile_lanes = lanes, .products = kProducts, .add_group = add_group,                           \
+  .column_product = column_product, .list_nonzero = list_nonzero, .sum_i8 = sum_i8,             \
+  .quantize_row = quantize_row, .store_block = store_block, .load_row = load_row,               \
+  .store_row = store_row, .round_row = round_row, .store_cache_row = store_cache_row,           \
+  .rms_norm_row = rms_norm_row, .norm_quantize_row = norm_quantize_row, .add_row = add_row,     \
+  .relu2_mul_row = relu2_mul_row, .silu_mul_row = silu_mul_row, .gelu_mul_row = gelu_mul_row,   \
+  .sigmoid_mul_row = sigmoid_mul_row, .hadamard_row = hadamard_row, .rope_head = rope_head,     \
+  .attend_chunk = attend_chunk, .add_pairs = add_pairs, .quantize_query = quantize_query,       \
+  .merge_attention = merge_attention, .finish_attention = finish_attention,                     \
+  .conv_silu_row = conv_silu_row, .delta_gates_row = delta_gates_row, .delta_rule = delta_rule, \
+  .delta_replay = delta_replay, .head_dense = head_dense, .score_rows = score_rows,             \
+  .dense_tiles = dense_tiles, .head_int8 = head_int8, .head_bound = head_bound,                 \
+  .head_bound_tokens = kHeadBoundFrom, .head_int4 = head_int4,                                  \
+  .head_quantize_token = head_quantize_token, .head_quantize_int8 = head_quantize_int8,         \
+  .head_quantize_int4 = head_quantize_int4, .max_row = max_row, .exp_row = exp_row,             \
+  .split_row = split_row, .find_row = find_row, .add_noise_row = add_noise_row,                 \
+  .probe_read = probe_read, .probe_int8_peak = probe_int8_peak
 
 }  // namespace bitnet

@@ -158,7 +158,7 @@ int64_t probe_matrix_peak(int64_t iterations, int32_t* sink) {
 
 // The unit that large products run on.
 int64_t probe_int8_peak(int64_t iterations, int32_t* sink) {
-  if constexpr (MatrixUnit::kFromTokens > 0) {
+  if constexpr (kHasMatrixUnit) {
     return probe_matrix_peak<MatrixUnit>(iterations, sink);
   } else {
     return probe_vector_peak(iterations, sink);

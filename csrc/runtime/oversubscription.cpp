@@ -4,11 +4,11 @@
 #include <algorithm>
 #include <chrono>
 #include <climits>
-#include <cstdlib>
-#include <cstring>
 #include <ctime>
 #include <numeric>
 #include <thread>
+
+#include "runtime/tuning.h"
 
 #if defined(__linux__)
 #include <linux/futex.h>
@@ -41,11 +41,6 @@ std::vector<int32_t> list_allowed_cpus() {
 // Read when the library is loaded: later, the thread that asks may be bound to one CPU.
 const std::vector<int32_t> g_allowed_cpus = list_allowed_cpus();
 
-bool is_set_to(const char* variable, const char* value) {
-  const char* text = std::getenv(variable);
-  return text != nullptr && std::strcmp(text, value) == 0;
-}
-
 }  // namespace
 
 int32_t current_cpu() {
@@ -72,12 +67,12 @@ int64_t steady_ns() {
 }
 
 bool may_spread() {
-  static const bool allowed = is_set_to("BITNET_OPS_SPREAD", "1");
+  static const bool allowed = setting("spread") == "1";
   return allowed;
 }
 
 bool may_back_off() {
-  static const bool allowed = !is_set_to("BITNET_OPS_BACK_OFF", "0");
+  static const bool allowed = setting("back_off") != "0";
   return allowed;
 }
 

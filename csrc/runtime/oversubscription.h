@@ -18,10 +18,10 @@ int64_t allowed_cpus();
 int64_t thread_cpu_ns();
 int64_t steady_ns();
 
-// BITNET_OPS_SPREAD=1 (our commands set it): a thread that shares its CPU with another of ours may
-// be moved to another CPU. Its affinity mask is restored at once.
+// BITNET_OPS_TUNING=spread=1 (our commands set it): a thread that shares its CPU with another of
+// ours may be moved to another CPU. Its affinity mask is restored at once.
 bool may_spread();
-// False with BITNET_OPS_BACK_OFF=0, for tests that count regions.
+// False with BITNET_OPS_TUNING=back_off=0, for tests that count regions.
 bool may_back_off();
 // Moves the calling thread off CPU `cpu`; false if its mask has no other CPU.
 bool leave_cpu(int32_t cpu);

@@ -2,6 +2,8 @@
 // docs/log.md; ports: docs/notes/counts.md.  Must not know kernels.
 #include "runtime/tuning.h"
 
+#include <algorithm>
+#include <cctype>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -37,28 +39,83 @@ Cpu this_cpu() {
   return cpu;
 }
 
-[[noreturn]] void reject(const char* text) {
-  throw std::runtime_error(
-      std::string("BITNET_OPS_PREFETCH: expected bytes from 0 to 65536, got '") + text +
-      "'; :L1 or :L2 may follow, for where heads are fetched to");
+constexpr const char* kVariable = "BITNET_OPS_TUNING";
+constexpr const char* kKeys[] = {"prefetch", "tables", "product", "spread", "back_off"};
+constexpr const char* kNamesOfKeys = "prefetch, tables, product, spread or back_off";
+
+// What a person has set, and where; `part` is "key=" in a list of them.
+struct Setting {
+  std::string variable, part, value;
+};
+
+std::string text_of(const std::string& variable) {
+  const char* text = std::getenv(variable.c_str());
+  return text == nullptr ? "" : text;
 }
 
-void override_by(const char* text, Tuning& row) {
+// Calls f(key, value) for each part of the variable; a part without "=" is a key without a value.
+template <class F>
+void for_each_part(const std::string& text, const F& f) {
+  for (std::size_t begin = 0; begin < text.size();) {
+    const std::size_t comma = std::min(text.find(',', begin), text.size());
+    const std::string part = text.substr(begin, comma - begin);
+    const std::size_t sign = std::min(part.find('='), part.size());
+    f(part.substr(0, sign), sign < part.size() ? part.substr(sign + 1) : "");
+    begin = comma + 1;
+  }
+}
+
+Setting find(const std::string& key) {
+  Setting found{kVariable, key + "=", ""};
+  for_each_part(text_of(kVariable), [&](const std::string& name, const std::string& value) {
+    if (name == key) found.value = value;
+  });
+  if (!found.value.empty()) return found;
+  std::string older = "BITNET_OPS_" + key;
+  for (char& c : older) c = static_cast<char>(std::toupper(static_cast<unsigned char>(c)));
+  return {older, "", text_of(older)};
+}
+
+[[noreturn]] void reject(const Setting& from, const std::string& expected, const char* remedy) {
+  throw std::runtime_error(from.variable + ": expected " + from.part + expected + ", got '" +
+                           from.part + from.value + "'; " + remedy);
+}
+
+void check_keys() {
+  for_each_part(text_of(kVariable), [&](const std::string& name, const std::string& value) {
+    const bool known = std::ranges::any_of(kKeys, [&](const char* key) { return name == key; });
+    if (!known || value.empty())
+      reject({kVariable, "", name}, std::string("key=value, the key ") + kNamesOfKeys,
+             "several parts are separated by commas");
+  });
+}
+
+void override_distance(Tuning& row) {
+  const Setting distance = find("prefetch");
+  if (distance.value.empty()) return;
   char* end = nullptr;
-  const long value = std::strtol(text, &end, 10);
+  const long value = std::strtol(distance.value.c_str(), &end, 10);
   const std::string level = end;
   const bool known = level.empty() || level == ":L1" || level == ":L2";
-  if (end == text || !known || value < 0 || value > 65536) reject(text);
+  if (end == distance.value.c_str() || !known || value < 0 || value > 65536)
+    reject(distance, "bytes from 0 to 65536",
+           ":L1 or :L2 may follow, for where heads are fetched to");
   row.prefetch_bytes = row.head_bytes = value;
   if (!level.empty()) row.head_into_l2 = level == ":L2";
 }
 
-TableUse table_use(const std::string& text) {
-  if (text == "0") return TableUse::kOff;
-  if (text == "1") return TableUse::kOn;
-  if (text == "measure") return TableUse::kMeasured;
-  throw std::runtime_error("BITNET_OPS_TABLES: expected 0, 1 or measure, got '" + text +
-                           "'; it says whether products of many tokens use tables of sums");
+void override_tables(Tuning& row) {
+  const Setting use = find("tables");
+  if (use.value.empty()) return;
+  if (use.value == "0") {
+    row.sum_tables = TableUse::kOff;
+  } else if (use.value == "1") {
+    row.sum_tables = TableUse::kOn;
+  } else if (use.value == "measure") {
+    row.sum_tables = TableUse::kMeasured;
+  } else {
+    reject(use, "0, 1 or measure", "it says whether products of many tokens use tables of sums");
+  }
 }
 
 Tuning choose() {
@@ -77,15 +134,16 @@ Tuning choose() {
   }
   if (cpu.vendor == "GenuineIntel")
     row = {"Intel", 2048, 2048, false, true, false, TableUse::kMeasured};
-  if (const char* wanted = std::getenv("BITNET_OPS_PREFETCH"); wanted != nullptr && *wanted != 0) {
-    override_by(wanted, row);
-  }
-  if (const char* wanted = std::getenv("BITNET_OPS_TABLES"); wanted != nullptr && *wanted != 0)
-    row.sum_tables = table_use(wanted);
+  check_keys();
+  override_distance(row);
+  override_tables(row);
+  row.product = setting("product");
   return row;
 }
 
 }  // namespace
+
+std::string setting(const std::string& key) { return find(key).value; }
 
 const Tuning& tuning() {
   static const Tuning row = choose();

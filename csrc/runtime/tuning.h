@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 namespace bitnet {
 
@@ -29,11 +30,19 @@ struct Tuning {
   // Whether many tokens are multiplied by tables of sums (ternary/tables.inl), where an ISA has
   // them. They need many instructions and loads a cycle: Zen 3 and 4 gain, others are not known.
   TableUse sum_tables;
+  // The algorithm (a name of the kernels' list of products) that is taken wherever it can be;
+  // empty: as the shape asks for.
+  std::string product = {};
 };
 
-// The row of this CPU; BITNET_OPS_PREFETCH=bytes (0 to 65536) overrides the distance, bytes:L1 or
-// bytes:L2 where the heads fetch to as well; BITNET_OPS_TABLES=0, 1 or measure whether tables of
-// sums are used.  Throws std::runtime_error on another value.
+// The row of this CPU, and what BITNET_OPS_TUNING says of it: prefetch=bytes (0 to 65536) the
+// distance, bytes:L1 or bytes:L2 where the heads fetch to as well; tables=0, 1 or measure whether
+// tables of sums are used; product=name.  Throws std::runtime_error on another value or key.
 const Tuning& tuning();
+
+// The value of a key in BITNET_OPS_TUNING="key=value,key=value", or of the variable BITNET_OPS_KEY
+// that the key replaces; empty: neither is set. Keys: those above, spread and back_off
+// (oversubscription.h).
+std::string setting(const std::string& key);
 
 }  // namespace bitnet

@@ -8,10 +8,12 @@
 // BITNET_TEST_QUICK=1 asks for those strides on this machine (scripts/quick).
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
 #include <string>
 #include <vector>
 
+#include "engine/product_plan.h"
 #include "kernels/dispatch.h"
 #include "kernels/isa_tables.h"
 #include "kernels/kernel_table.h"
@@ -74,16 +76,46 @@ inline bool may_use_matrix_unit(const KernelTable& table) {
          (is_emulated(table) || tile_unit_in_order());
 }
 
-// The same kernels, whose tables of sums want more memory than there is.
+// The rows of a table's list.
+inline std::vector<const ProductAlgorithm*> products_of(const KernelTable& table) {
+  std::vector<const ProductAlgorithm*> rows;
+  for (int64_t i = 0; i < kMostProducts && table.products[i].name != nullptr; ++i)
+    rows.push_back(table.products + i);
+  return rows;
+}
+
+// By the row that is usual for the job.
+inline void run_usual(const KernelTable& table, const ProductJob& job,
+                      const EpilogueJob* epilogue = nullptr) {
+  engine::algorithm_for(table, engine::shape_of(job)).run(job, epilogue);
+}
+
+inline bool has_tables(const KernelTable& table) { return engine::tables_of(table) != nullptr; }
+
+// So many rows of tiles, and a caller that has memory.
+inline ProductShape shape_for_tables(int64_t tokens, int64_t rows) {
+  return {.format = layout::WeightFormat::kTwoBit,
+          .tokens = tokens,
+          .k = 256,
+          .row_blocks = rows,
+          .block_rows = 1,
+          .scratch = true};
+}
+
+// The same kernels, whose tables of sums want more memory than there is; one at a time.
 inline KernelTable without_scratch(const KernelTable& table) {
-  static const KernelTable* real;
-  real = &table;
+  static ProductAlgorithm rows[kMostProducts];
+  static const ProductAlgorithm* tables;
+  tables = engine::tables_of(table);
   KernelTable starved = table;
-  starved.table_blocking = [](int64_t tokens, int64_t rows, bool grouped) {
-    ProductBlocking blocking = real->table_blocking(tokens, rows, grouped);
-    if (blocking.scratch_bytes != 0) blocking.scratch_bytes = int64_t{1} << 55;
+  if (tables == nullptr) return starved;
+  std::copy_n(table.products, kMostProducts, rows);
+  rows[tables - table.products].blocking = [](const ProductShape& shape) {
+    ProductBlocking blocking = tables->blocking(shape);
+    blocking.scratch_bytes = int64_t{1} << 55;
     return blocking;
   };
+  starved.products = rows;
   return starved;
 }
 

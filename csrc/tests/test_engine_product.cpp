@@ -18,7 +18,7 @@ namespace {
 
 using engine::make_sums;
 using engine::Product;
-using engine::ProductCut;
+using engine::ProductPlan;
 using engine::Projection;
 using engine::QuantizedTokens;
 using engine::TokenBuffer;
@@ -187,7 +187,8 @@ void check_cuts(const KernelTable& table, int64_t k, int64_t tokens) {
   const Matrix v(random, table, WeightFormat::kBase3, 170, k);
   const Tokens x(random, table, tokens, k);
   const int64_t row_blocks = q.weight.row_blocks + v.weight.row_blocks;
-  for (const ProductCut& cut : {ProductCut{2, 1}, {1, 2}, {2, 3}, {3, 2}}) {
+  for (const auto& [blocks, parts] : {std::pair{2, 1}, {1, 2}, {2, 3}, {3, 2}}) {
+    const ProductPlan cut{.token_blocks = blocks, .k_parts = parts};
     const int64_t each = (tokens + cut.token_blocks - 1) / cut.token_blocks;
     if (each > 32) continue;
     begin_case("%s, K=%d, %d tokens in %d blocks, %d parts", table.name, static_cast<int>(k),
@@ -217,16 +218,20 @@ void check_cuts(const KernelTable& table, int64_t k, int64_t tokens) {
 // than one thread would cut them into.
 void check_table_cuts(const KernelTable& table) {
   constexpr int64_t kRows = 1300, kTokens = 150, kWide = 256;
-  if (table.table_blocking(kTokens, kRows, false).scratch_bytes == 0) return;
+  const ProductAlgorithm* tables = engine::tables_of(table);
+  const ProductShape shape = shape_for_tables(kTokens, kRows);
+  if (tables == nullptr || !tables->usual(shape)) return;
   Random random(7);
   const float scale = 0.5f;
   const Matrix q(random, table, WeightFormat::kTwoBit, 620, kWide);
   const Matrix v(random, table, WeightFormat::kBase3, kRows - 620, kWide);
   const Tokens x(random, table, kTokens, kWide);
   const int64_t row_blocks = q.weight.row_blocks + v.weight.row_blocks;
-  for (const ProductCut& cut : {ProductCut{.token_blocks = 1, .table_rows = kRows},
-                                {.token_blocks = 2, .table_rows = kRows, .row_parts = 2},
-                                {.token_blocks = 5, .table_rows = kRows, .row_parts = 3}}) {
+  for (const auto& [blocks, parts] : {std::pair{1, 1}, {2, 2}, {5, 3}}) {
+    const ProductPlan cut{.algorithm = tables,
+                          .blocking = tables->blocking(shape),
+                          .token_blocks = blocks,
+                          .row_parts = parts};
     begin_case("%s, %d blocks, %d parts by tables", table.name, static_cast<int>(cut.token_blocks),
                static_cast<int>(cut.row_parts));
     std::vector<float> of_q(at(kTokens * q.weight.n_rows)), of_v(at(kTokens * v.weight.n_rows));
@@ -253,15 +258,22 @@ void cuts_for_threads(const KernelTable& table) {
   const int64_t row_blocks = layout.row_blocks(kRows, table.tile_lanes);
   const auto cut_of = [&](int64_t tokens, bool splits_k, int64_t threads) {
     const int64_t rows = layout.block_rows(table.tile_lanes);
-    return engine::cut_for(table, {tokens, kWide, row_blocks, rows, false, false, false, splits_k},
-                           threads);
+    return engine::plan_product(table,
+                                {.format = WeightFormat::kTwoBit,
+                                 .tokens = tokens,
+                                 .k = kWide,
+                                 .row_blocks = row_blocks,
+                                 .block_rows = rows,
+                                 .planes = 2,  // not by tables
+                                 .splits_k = splits_k},
+                                threads);
   };
   for (const int64_t tokens : {1, 16, 128, 512}) {
-    const int64_t most = table.product_blocking(tokens, kWide).tokens;
+    const int64_t most = cut_of(tokens, false, 1).blocking.tokens;
     for (const int64_t threads : {1, 2, 8, 16, 32, 64}) {
       begin_case("%s, %d tokens for %d threads", table.name, static_cast<int>(tokens),
                  static_cast<int>(threads));
-      const ProductCut cut = cut_of(tokens, true, threads), plain = cut_of(tokens, false, threads);
+      const ProductPlan cut = cut_of(tokens, true, threads), plain = cut_of(tokens, false, threads);
       CHECK(plain.k_parts == 1 && plain.sums == 0, "%d parts", static_cast<int>(plain.k_parts));
       const int64_t blocks = (tokens + most - 1) / most;
       if (threads < 3)
@@ -297,44 +309,43 @@ constexpr int64_t kTile = 32;
 int64_t tiled_k = 0;
 
 // Reads the tiles back into rows; tile i begins i * kTile * padded k further on.
-void tiled_gemm(const TileJob& job, void (*gemm)(const TileJob&)) {
+void run_tiled(const ProductJob& job, const EpilogueJob* epilogue) {
   const int64_t padded = layout::padded_k(tiled_k);
   const int64_t k = job.k_steps * layout::kTileStepK;  // all of it or a part
+  CHECK(job.x_stride == kTokenStep, "tokens in rows");
   std::vector<int8_t> rows(at(job.tokens * k));
   for (int64_t m = 0; m < job.tokens; ++m) {
     const int64_t tile = m / kTile, left = job.tokens - tile * kTile;
     const bool last = left < kTile;  // a tile that is not full has shorter steps
     const int64_t step_stride = last ? left * kTokenStep : kTile * kTokenStep;
-    CHECK(tile != 0 || job.x_step_stride == step_stride, "step stride %d",
-          static_cast<int>(job.x_step_stride));
     const int8_t* x = job.x + tile * kTile * padded + m % kTile * job.x_stride;
     for (int64_t s = 0; s < k / kTokenStep; ++s)
       std::memcpy(rows.data() + m * k + s * kTokenStep, x + s * step_stride, kTokenStep);
   }
-  TileJob plain = job;
+  ProductJob plain = job;
   plain.x = rows.data();
   plain.x_stride = k;
-  plain.x_step_stride = kTokenStep;
-  gemm(plain);
+  run_usual(scalar_table(), plain, epilogue);
 }
 
 void tokens_in_tiles() {
   KernelTable table = scalar_table();
   table.name = "tiled";
-  table.product_blocking = [](int64_t, int64_t) {
-    return ProductBlocking{.tokens = 64,
-                           .rows = 64,
-                           .sums = 64 * 64,
-                           .least_rows = 64,
-                           .claim_parts = 3,
-                           .token_tile = kTile,
-                           .tokens_outermost = true};
-  };
-  table.tile_gemm = [](const TileJob& job) { tiled_gemm(job, scalar_table().tile_gemm); };
-  table.tile_product = [](const TileJob& job, const EpilogueJob& epilogue) {
-    tiled_gemm(job, scalar_table().tile_gemm);
-    scalar_table().store_block(epilogue);
-  };
+  ProductAlgorithm list[kMostProducts] = {
+      {"tiled", [](const ProductShape& s) { return !s.row_major(); },
+       [](const ProductShape& s) { return !s.row_major(); },
+       [](const ProductShape&) {
+         return ProductBlocking{.tokens = 64,
+                                .rows = 64,
+                                .sums = 64 * 64,
+                                .least_rows = 64,
+                                .claim_fraction = 3,
+                                .token_tile = kTile,
+                                .tokens_outermost = true};
+       },
+       run_tiled},
+      *engine::find_algorithm(table, "canonical")};
+  table.products = list;
   for (const int64_t tokens : {1, 31, 32, 33, 64, 65, 100}) {
     tiled_k = 300;
     check_table(table, 70, tiled_k, tokens);

@@ -1,9 +1,11 @@
 // The measured choice of tables of sums: which products ask for it, that it is made once for an
 // ISA, also where threads come at once, and that products follow it and stay equal.
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <deque>
 #include <string>
 #include <thread>
 #include <vector>
@@ -21,28 +23,30 @@
 namespace bitnet::test {
 namespace {
 
-using engine::ProductCut, engine::ProductShape, engine::Projection;
+using engine::ProductPlan, engine::Projection;
 
 constexpr int64_t kK = 256;
 
 std::size_t at(int64_t i) { return static_cast<std::size_t>(i); }
 
-bool has_tables(const KernelTable& table) {
-  return table.table_blocking(1 << 20, 1 << 20, false).scratch_bytes != 0;
-}
-
 // Of the suite's own process, before anything reads the tuning row.
 void use_measured() {
   use_plain_threads();
-  set_variable("BITNET_OPS_TABLES", "measure");
+  set_variable("BITNET_OPS_TUNING", "tables=measure");
   CHECK(tuning().sum_tables == TableUse::kMeasured, "the row was read before");
 }
 
-ProductCut cut_of(const KernelTable& table, int64_t tokens, int64_t rows, bool tables = true,
-                  int64_t threads = 1) {
+ProductPlan plan_of(const KernelTable& table, int64_t tokens, int64_t rows, bool tables = true,
+                    int64_t threads = 1) {
   const int64_t block_rows = 4 * table.tile_lanes;
-  return engine::cut_for(
-      table, {tokens, kK, rows / block_rows, block_rows, false, false, tables, true}, threads);
+  return engine::plan_product(table,
+                              {.format = layout::WeightFormat::kTwoBit,
+                               .tokens = tokens,
+                               .k = kK,
+                               .row_blocks = rows / block_rows,
+                               .block_rows = block_rows,
+                               .planes = tables ? 1 : 2},
+                              threads);
 }
 
 // The first test, so nothing else has measured.
@@ -50,10 +54,10 @@ TEST(a_few_tokens_or_rows_measure_nothing) {
   use_measured();
   for (const KernelTable* table : tables_under_test()) {
     begin_case("%s", table->name);
-    cut_of(*table, 1, 1 << 16);
-    cut_of(*table, 4, 1 << 16);
-    cut_of(*table, 512, 128);
-    cut_of(*table, 512, 1 << 14, false);
+    plan_of(*table, 1, 1 << 16);
+    plan_of(*table, 4, 1 << 16);
+    plan_of(*table, 512, 128);
+    plan_of(*table, 512, 1 << 14, false);
     CHECK(!engine::table_probe(*table), "measured");
   }
 }
@@ -129,34 +133,45 @@ TEST(what_was_measured_decides) {
   use_measured();
   for (const KernelTable* table : tables_under_test()) {
     begin_case("%s", table->name);
-    const ProductCut cut = cut_of(*table, 64, 2048);
+    const ProductPlan cut = plan_of(*table, 64, 2048);
     const auto probe = engine::table_probe(*table);
     CHECK(probe.has_value() == has_tables(*table), "measured where there are no tables");
-    CHECK((cut.table_rows != 0) == (probe && probe->gain >= 1.05), "%d rows by tables",
-          static_cast<int>(cut.table_rows));
+    CHECK(cut.by_tables() == (probe && probe->gain >= 1.05), "by %s", cut.algorithm->name);
     if (!probe) continue;
     CHECK(probe->gain > 0 && probe->seconds > 0, "%g in %g s", probe->gain, probe->seconds);
-    cut_of(*table, 128, 4096);
+    plan_of(*table, 128, 4096);
     CHECK(engine::table_probe(*table)->seconds == probe->seconds, "measured again");
     std::printf("%s: %.2f times in %.1f ms\n", table->name, probe->gain, 1000 * probe->seconds);
   }
 }
 
-// Kernels that compute nothing and take their time, on any CPU.
-KernelTable sleeping(const char* name, void (*tile_product)(const TileJob&, const EpilogueJob&)) {
+// Kernels that compute nothing and take their time, on any CPU. Their list lives as long as the
+// process.
+KernelTable sleeping(const char* name, void (*run)(const ProductJob&, const EpilogueJob*)) {
   KernelTable table = scalar_table();
   table.name = name;
-  table.table_blocking = [](int64_t tokens, int64_t rows, bool) {
-    if (tokens < 16 || rows < 256) return ProductBlocking{};
-    return ProductBlocking{
-        .tokens = 64, .rows = 1024, .token_multiple = 16, .even_rows = true, .scratch_bytes = 4096};
-  };
-  table.tile_product = tile_product;
+  static std::deque<std::array<ProductAlgorithm, kMostProducts>> lists;
+  auto& list = lists.emplace_back();
+  list[0] = {"tables", [](const ProductShape& s) { return s.scratch && s.planes == 1; },
+             [](const ProductShape& s) {
+               return s.scratch && s.planes == 1 && s.tokens >= 16 && s.rows() >= 256;
+             },
+             [](const ProductShape&) {
+               return ProductBlocking{.tokens = 64,
+                                      .rows = 1024,
+                                      .token_multiple = 16,
+                                      .equal_row_parts = true,
+                                      .scratch_bytes = 4096};
+             },
+             run};
+  list[1] = *engine::find_algorithm(table, "direct");
+  list[1].run = run;
+  table.products = list.data();
   return table;
 }
 
 template <int kByTables, int kMultiplied>
-void sleep_for(const TileJob& job, const EpilogueJob&) {
+void sleep_for(const ProductJob& job, const EpilogueJob*) {
   std::this_thread::sleep_for(
       std::chrono::milliseconds(job.scratch != nullptr ? kByTables : kMultiplied));
 }
@@ -166,8 +181,8 @@ TEST(the_faster_way_is_taken) {
   begin_case("tables take half of the time, or three times as much");
   const KernelTable fast = sleeping("fast tables", sleep_for<3, 6>);
   const KernelTable slow = sleeping("slow tables", sleep_for<6, 2>);
-  CHECK(cut_of(fast, 64, 2048).table_rows == 2048, "multiplied");
-  CHECK(cut_of(slow, 64, 2048).table_rows == 0, "by tables");
+  CHECK(plan_of(fast, 64, 2048).by_tables(), "multiplied");
+  CHECK(!plan_of(slow, 64, 2048).by_tables(), "by tables");
   const double gain = engine::table_probe(fast)->gain, loss = engine::table_probe(slow)->gain;
   CHECK(gain > 1.05 && loss < 1, "%g and %g", gain, loss);
 }
@@ -177,9 +192,9 @@ TEST(few_tokens_need_a_larger_gain) {
   begin_case("twice as fast, and a sixth faster");
   const KernelTable fast = sleeping("twice", sleep_for<3, 6>);
   const KernelTable little = sleeping("a sixth", sleep_for<90, 105>);
-  CHECK(cut_of(fast, 32, 2048).table_rows == 2048, "multiplied");
-  CHECK(cut_of(little, 32, 2048).table_rows == 0, "few tokens by tables");
-  CHECK(cut_of(little, 64, 2048).table_rows == 2048, "multiplied");
+  CHECK(plan_of(fast, 32, 2048).by_tables(), "multiplied");
+  CHECK(!plan_of(little, 32, 2048).by_tables(), "few tokens by tables");
+  CHECK(plan_of(little, 64, 2048).by_tables(), "multiplied");
   const double gain = engine::table_probe(little)->gain;
   CHECK(gain > 1.05 && gain < 1.33, "%g", gain);
 }
@@ -201,10 +216,9 @@ TEST(many_threads_take_fewer_tokens) {
        }) {
     begin_case("%d threads, %d tokens, %d rows", static_cast<int>(c.threads),
                static_cast<int>(c.tokens), static_cast<int>(c.rows));
-    const ProductCut cut = cut_of(table, c.tokens, c.rows, true, c.threads);
-    CHECK(cut.table_rows == (c.blocks == 0 ? 0 : c.rows), "%d rows by tables",
-          static_cast<int>(cut.table_rows));
-    if (cut.table_rows == 0) continue;
+    const ProductPlan cut = plan_of(table, c.tokens, c.rows, true, c.threads);
+    CHECK(cut.by_tables() == (c.blocks != 0), "by %s", cut.algorithm->name);
+    if (!cut.by_tables()) continue;
     CHECK(cut.token_blocks == c.blocks && cut.row_parts == c.parts, "%d blocks, %d parts",
           static_cast<int>(cut.token_blocks), static_cast<int>(cut.row_parts));
   }
@@ -214,16 +228,16 @@ TEST(one_of_many_threads_measures) {
   use_measured();
   begin_case("threads that ask at once");
   static std::atomic<int> products{0};
-  const KernelTable table = sleeping("counted", [](const TileJob&, const EpilogueJob&) {
+  const KernelTable table = sleeping("counted", [](const ProductJob&, const EpilogueJob*) {
     ++products;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   });
   std::vector<std::thread> threads;
-  for (int i = 0; i < 7; ++i) threads.emplace_back([&] { cut_of(table, 64, 2048); });
+  for (int i = 0; i < 7; ++i) threads.emplace_back([&] { plan_of(table, 64, 2048); });
   for (std::thread& thread : threads) thread.join();
   const int once = products;
   CHECK(once >= 6 && once <= 16, "%d products", once);  // three to eight turns of two
-  cut_of(table, 64, 2048);
+  plan_of(table, 64, 2048);
   CHECK(products == once, "measured again");
 }
 
@@ -236,7 +250,7 @@ TEST(without_memory_products_are_multiplied) {
     KernelTable starved = without_scratch(*table);
     starved.name = name.c_str();
     begin_case("%s", starved.name);
-    CHECK(cut_of(starved, 64, 2048).table_rows == 0, "tables without memory");
+    CHECK(!plan_of(starved, 64, 2048).by_tables(), "tables without memory");
     if (has_tables(*table)) CHECK(engine::table_probe(starved)->gain == 0, "a gain");
   }
 }

@@ -174,8 +174,8 @@ void check_product(const KernelTable& table, const Matrix& w, const engine::Grou
                  {way.kind, way.type, out.data(), w.n * 4},
                  scales};
     // by tables of sums where rows and tokens are enough
-    const engine::ProductShape shape = engine::shape_of(&p, 1, tokens, buffer.view().planes());
-    const Product product(table, buffer.view(), &p, 1, engine::cut_for(table, shape, 1));
+    const ProductShape shape = engine::shape_of(&p, 1, tokens, buffer.view().planes());
+    const Product product(table, buffer.view(), &p, 1, engine::plan_product(table, shape, 1));
     const int64_t middle = product.units() / 3;
     product.run(middle, product.units());
     product.run(0, middle);
@@ -238,11 +238,16 @@ KernelTable other_ports(const KernelTable& table) {
   static const KernelTable* plain;
   plain = &table;
   KernelTable other = table;
-  other.group_gemm = [](const GroupJob& job) {
-    GroupJob flipped = job;
-    flipped.shared_ports = !job.shared_ports;
-    plain->group_gemm(flipped);
-  };
+  static constexpr ProductAlgorithm kFlipped[kMostProducts] = {
+      {"flipped", [](const ProductShape&) { return true; },
+       [](const ProductShape&) { return true; },
+       [](const ProductShape&) { return ProductBlocking{}; },
+       [](const ProductJob& job, const EpilogueJob* epilogue) {
+         ProductJob flipped = job;
+         flipped.shared_ports = !job.shared_ports;
+         run_usual(*plain, flipped, epilogue);
+       }}};
+  other.products = kFlipped;
   return other;
 }
 

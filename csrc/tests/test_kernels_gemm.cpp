@@ -78,7 +78,7 @@ class GemmTest {
   // Runs rows [row_begin, row_end) x the first `tokens` tokens of p, strides wider by `slack`.
   void run(const KernelTable& table, const Problem& p, int64_t row_begin, int64_t row_end,
            int64_t tokens, int64_t slack) {
-    begin_case("%s ternary_gemm K=%lld rows %lld..%lld tokens=%lld slack=%lld", table.name,
+    begin_case("%s canonical K=%lld rows %lld..%lld tokens=%lld slack=%lld", table.name,
                static_cast<long long>(p.k), static_cast<long long>(row_begin),
                static_cast<long long>(row_end), static_cast<long long>(tokens),
                static_cast<long long>(slack));
@@ -91,8 +91,18 @@ class GemmTest {
     for (int64_t t = 0; t < tokens; ++t) std::copy_n(&p.x[at(t * p.kp)], p.kp, x + t * x_stride);
     const int32_t* sums = sums_.place_copy(p.sums.data(), tokens, where);
     int32_t* out = out_.place<int32_t>((tokens - 1) * out_stride + rows, where);
-    table.ternary_gemm(w, row_bytes, row_begin, row_end, x, x_stride, sums, tokens, out, out_stride,
-                       6144);
+    run_usual(table, {.format = layout::WeightFormat::kCanonical,
+                      .weights = w + row_begin * row_bytes,
+                      .block_bytes = row_bytes,
+                      .k_steps = row_bytes,
+                      .blocks = rows,
+                      .x = x,
+                      .x_stride = x_stride,
+                      .tokens = tokens,
+                      .x_sum = sums,
+                      .sums = out,
+                      .out_stride = out_stride,
+                      .prefetch_bytes = 6144});
     for (int64_t t = 0; t < tokens; ++t) {
       for (int64_t n = 0; n < rows; ++n) {
         const int64_t want = p.answer[at(t * p.rows + row_begin + n)];

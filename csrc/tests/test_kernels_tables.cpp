@@ -1,4 +1,4 @@
-// tile_product by tables of sums, on every kernel table that has them, against plain int64 sums:
+// Products by tables of sums, on every kernel table that has them, against plain int64 sums:
 // all numbers of tokens around the blocks, rows that fill no block, K from 1 to 32768 with the
 // inputs that overflow first, every epilogue, every buffer against a guard page.
 #include <algorithm>
@@ -15,10 +15,6 @@ namespace bitnet::test {
 namespace {
 
 constexpr int64_t kMostRows = 2560;
-
-bool has_tables(const KernelTable& table) {
-  return table.table_blocking(1 << 20, 1 << 20, false).scratch_bytes != 0;
-}
 
 struct Stored {
   StoreKind kind = StoreKind::kSums;
@@ -50,8 +46,10 @@ class TableTest {
     const float* w_scale = scales_.place_copy(scales.data(), as.row_scales ? rows : 1, where);
     const float* x_scale = x_scales_.place_copy(x_scales.data(), tokens, where);
     // as much as a call of so many tokens gets, or of many
-    ProductBlocking blocking = table.table_blocking(tokens, kMostRows, false);
-    if (blocking.scratch_bytes == 0) blocking = table.table_blocking(1 << 20, kMostRows, false);
+    const ProductAlgorithm& by_tables = *engine::tables_of(table);
+    const ProductShape some = shape_for_tables(tokens, kMostRows);
+    const ProductBlocking blocking =
+        by_tables.blocking(by_tables.usual(some) ? some : shape_for_tables(1 << 20, kMostRows));
     // flush against the page behind it, and aligned as its contract has it
     void* scratch = scratch_.place<char>(blocking.scratch_bytes, {true, 0});
     const int64_t element = as.kind == StoreKind::kStore && as.type != DType::kF32 ? 2 : 4;
@@ -59,18 +57,17 @@ class TableTest {
     char* out = out_.place<char>(bytes, {where.at_end, 0});
     for (int64_t i = 0; i < bytes; ++i) out[i] = static_cast<char>(i / 4 % 3 == 0 ? 0 : 60);
     std::vector<char> want(out, out + bytes);
-    TileJob job{p.fields == 5 ? layout::WeightFormat::kBase3 : layout::WeightFormat::kTwoBit,
-                w,
-                p.k_steps,
-                p.tiles,
-                x,
-                x_stride,
-                p.sums.data(),
-                tokens,
-                nullptr,
-                0,
-                0};
-    job.scratch = as.scratch ? scratch : nullptr;
+    const ProductJob job{
+        .format = p.fields == 5 ? layout::WeightFormat::kBase3 : layout::WeightFormat::kTwoBit,
+        .weights = w,
+        .block_bytes = p.k_steps * p.lanes * 4,
+        .k_steps = p.k_steps,
+        .blocks = p.tiles,
+        .x = x,
+        .x_stride = x_stride,
+        .tokens = tokens,
+        .x_sum = p.sums.data(),
+        .scratch = as.scratch ? scratch : nullptr};
     EpilogueJob epilogue{.sums = nullptr,
                          .sums_stride = 0,
                          .rows = rows,
@@ -83,7 +80,7 @@ class TableTest {
                          .type = as.type,
                          .out = out,
                          .out_stride_bytes = out_stride * element};
-    table.tile_product(job, epilogue);
+    by_tables.run(job, &epilogue);
     CHECK(out_.intact() && scratch_.intact(), "wrote outside of a buffer");
     if (as.damaged) return;
     std::vector<int32_t> exact(at(tokens * p.rows()));
@@ -119,10 +116,10 @@ int64_t tiles_for(const KernelTable& table, int64_t fields, int64_t rows) {
   return (rows + each - 1) / each;
 }
 
-// As few rows as a call of tile_product uses tables for.
+// As few rows as a call uses tables for.
 int64_t least_rows(const KernelTable& table) {
   int64_t rows = 1;
-  while (table.table_blocking(1 << 20, rows, false).scratch_bytes == 0) rows *= 2;
+  while (!engine::tables_of(table)->usual(shape_for_tables(1 << 20, rows))) rows *= 2;
   return rows / 2;
 }
 

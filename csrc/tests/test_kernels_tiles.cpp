@@ -19,6 +19,19 @@ namespace {
 constexpr int64_t kLargestK = 32768, kMostTokens = 70;
 constexpr int kPanel = 32;  // tokens for which every ISA that decodes to memory does so
 
+// All tiles of a problem, without a result.
+ProductJob tile_job(const Problem& p) {
+  return {.format = p.fields == 5 ? layout::WeightFormat::kBase3 : layout::WeightFormat::kTwoBit,
+          .weights = p.packed.data(),
+          .block_bytes = p.k_steps * p.lanes * 4,
+          .k_steps = p.k_steps,
+          .blocks = p.tiles,
+          .x = p.x.data(),
+          .x_stride = 4 * p.k_steps,
+          .tokens = p.tokens,
+          .x_sum = p.sums.data()};
+}
+
 class TileTest {
  public:
   // Tiles from `begin` x the first `tokens` tokens of p, strides wider by `slack`.
@@ -38,40 +51,49 @@ class TileTest {
     for (int64_t t = 0; t < tokens; ++t) std::copy_n(&p.x[at(t * kp)], kp, x + t * x_stride);
     const int32_t* sums = sums_.place_copy(p.sums.data(), tokens, where);
     int32_t* out = out_.place<int32_t>((tokens - 1) * out_stride + rows, where);
-    TileJob job{p.fields == 5 ? layout::WeightFormat::kBase3 : layout::WeightFormat::kTwoBit,
-                w,
-                p.k_steps,
-                p.tiles - begin,
-                x,
-                x_stride,
-                sums,
-                tokens,
-                out,
-                out_stride,
-                tokens % 2 * 6144};
+    ProductJob job = tile_job(p);
+    job.weights = w;
+    job.blocks = p.tiles - begin;
+    job.x = x;
+    job.x_stride = x_stride;
+    job.tokens = tokens;
+    job.x_sum = sums;
+    job.sums = out;
+    job.out_stride = out_stride;
+    job.prefetch_bytes = tokens % 2 * 6144;
     for (const bool shared_ports : {false, true}) {
       job.shared_ports = shared_ports;
-      std::fill_n(out, (tokens - 1) * out_stride + rows, 77);
-      table.tile_gemm(job);
-      check(p, job, rows);
-      CHECK(out_.intact(), "wrote outside of out");
+      const ProductAlgorithm& usual = engine::algorithm_for(table, engine::shape_of(job));
+      for (const ProductAlgorithm* row : products_of(table)) {
+        ProductShape shape = engine::shape_of(job);
+        shape.scratch = true;
+        // every row that takes the job gives the same sums; one of both ports is enough
+        if (!row->takes(shape) || (row != &usual && shared_ports != (tokens % 2 == 0))) continue;
+        const int64_t bytes = row->blocking(shape).scratch_bytes;
+        job.scratch = bytes == 0 ? nullptr : scratch_.place<char>(bytes, {true, 0});
+        std::fill_n(out, (tokens - 1) * out_stride + rows, 77);
+        row->run(job, nullptr);
+        check(p, job, rows, row->name);
+        CHECK(out_.intact() && scratch_.intact(), "%s wrote outside of a buffer", row->name);
+      }
     }
   }
 
  private:
-  static void check(const Problem& p, const TileJob& job, int64_t rows) {
+  static void check(const Problem& p, const ProductJob& job, int64_t rows, const char* row) {
     for (int64_t t = 0; t < job.tokens; ++t) {
       for (int64_t n = 0; n < rows; ++n) {
         const int64_t want = p.answer[at((t + 1) * p.rows() - rows + n)];
-        const int32_t got = job.out[t * job.out_stride + n];
-        CHECK(got == want, "shared ports %d, token %d row %d: %d, not %lld", job.shared_ports,
-              static_cast<int>(t), static_cast<int>(n), got, static_cast<long long>(want));
+        const int32_t got = job.sums[t * job.out_stride + n];
+        CHECK(got == want, "%s, shared ports %d, token %d row %d: %d, not %lld", row,
+              job.shared_ports, static_cast<int>(t), static_cast<int>(n), got,
+              static_cast<long long>(want));
       }
     }
   }
 
   Arena weight_{3 * kLargestK * 16}, x_{kMostTokens * (kLargestK + 64)}, sums_{4096},
-      out_{kMostTokens * 1024};
+      out_{kMostTokens * 1024}, scratch_{8 << 20};
 };
 
 void all_counts(TileTest& test, const KernelTable& table, int64_t fields) {
@@ -131,7 +153,7 @@ void all_base3_bytes(TileTest& test, const KernelTable& table) {
   }
 }
 
-// The epilogues that products bring along, tile_product's and group_gemm's, with a value planted
+// The epilogues that products bring along, those of sums and of groups, with a value planted
 // into the scale of a row and of a token, the bias and what is added to.
 void planted_epilogues(const KernelTable& table, int64_t fields) {
   const int64_t k = 576;
@@ -146,20 +168,13 @@ void planted_epilogues(const KernelTable& table, int64_t fields) {
                          start = random_floats(random, Flavour::kUnit, tokens * rows);
       w_scale[at(rows - 1)] = bias[17] = x_scale[at(tokens - 1)] = start[5] = value;
       std::vector<int32_t> sums(at(tokens * rows));
-      const TileJob job{fields == 5 ? layout::WeightFormat::kBase3 : layout::WeightFormat::kTwoBit,
-                        p.packed.data(),
-                        p.k_steps,
-                        p.tiles,
-                        p.x.data(),
-                        4 * p.k_steps,
-                        p.sums.data(),
-                        tokens,
-                        sums.data(),
-                        rows,
-                        0};
+      ProductJob job = tile_job(p);
+      job.tokens = tokens;
+      job.sums = sums.data();
+      job.out_stride = rows;
       for (const StoreKind kind : {StoreKind::kStore, StoreKind::kRound, StoreKind::kAdd}) {
         for (const DType type : {DType::kF32, DType::kBF16, DType::kF16}) {
-          begin_case("%s tile_product fields=%d tokens=%d %g kind %d type %d", table.name,
+          begin_case("%s product fields=%d tokens=%d %g kind %d type %d", table.name,
                      static_cast<int>(fields), static_cast<int>(tokens), static_cast<double>(value),
                      static_cast<int>(kind), static_cast<int>(type));
           const bool floats = kind != StoreKind::kStore || type == DType::kF32;
@@ -176,7 +191,7 @@ void planted_epilogues(const KernelTable& table, int64_t fields) {
                                .type = type,
                                .out = got.data(),
                                .out_stride_bytes = rows * (floats ? 4 : 2)};
-          table.tile_product(job, epilogue);
+          run_usual(table, job, &epilogue);
           epilogue.sums = exact.data();
           epilogue.out = want.data();
           contract::store_block(epilogue);
@@ -187,7 +202,7 @@ void planted_epilogues(const KernelTable& table, int64_t fields) {
         }
       }
       // One group is the first 32 k-steps; sums of the others have been tested elsewhere.
-      begin_case("%s group_gemm fields=%d tokens=%d %g", table.name, static_cast<int>(fields),
+      begin_case("%s groups fields=%d tokens=%d %g", table.name, static_cast<int>(fields),
                  static_cast<int>(tokens), static_cast<double>(value));
       const int64_t tile_rows = rows / p.tiles;
       std::vector<int32_t> x_sum(at(tokens));
@@ -195,26 +210,16 @@ void planted_epilogues(const KernelTable& table, int64_t fields) {
         x_sum[at(i / 128)] += p.x[at(i / 128 * 4 * p.k_steps + i % 128)];
       for (const bool add : {false, true}) {
         std::vector<float> got = start;
-        table.group_gemm({job.format,
-                          job.tiles,
-                          p.k_steps * p.lanes * 4,
-                          32,
-                          32,
-                          p.tiles,
-                          p.x.data(),
-                          4 * p.k_steps,
-                          1,
-                          x_sum.data(),
-                          x_scale.data(),
-                          tokens,
-                          tokens,
-                          DType::kF32,
-                          w_scale.data(),
-                          tile_rows,
-                          add,
-                          got.data(),
-                          rows,
-                          0});
+        ProductJob groups = job;
+        groups.k_steps = groups.group_steps = 32;
+        groups.x_sum = x_sum.data();
+        groups.x_scale = x_scale.data();
+        groups.x_group_stride = tokens;
+        groups.scale = w_scale.data();
+        groups.scale_stride = tile_rows;
+        groups.add = add;
+        groups.values = got.data();
+        run_usual(table, groups);
         for (int64_t i = 0; i < tokens * rows; ++i) {
           const int64_t t = i / rows, n = i % rows;
           int64_t dot = 0;

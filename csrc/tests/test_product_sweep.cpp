@@ -167,8 +167,9 @@ void run_in_parts(const KernelTable& table, const TokenBuffer& buffer, const Pro
   const int64_t cells = p.weight->row_blocks * token_blocks;
   std::vector<int32_t> sums(at(cells * kParts * kTokens * p.weight->block_rows), 77);
   std::vector<int32_t> done(at(cells), 0);
-  run_in_pieces(
-      Product(table, buffer.view(), &p, 1, {token_blocks, kParts}, {sums.data(), done.data()}));
+  run_in_pieces(Product(table, buffer.view(), &p, 1,
+                        {.token_blocks = token_blocks, .k_parts = kParts},
+                        {sums.data(), done.data()}));
 }
 
 template <class T>

@@ -63,9 +63,28 @@ def tuning() -> dict[str, str | int | bool | float | None]:
 
     "prefetch_bytes": how far ahead weights are prefetched; "head_bytes": a head's, for one token;
     "head_into_l2": those only into L2;
+    "product": the row of the list of products that is taken wherever it can be, "" for none;
     "sum_tables": with the ISA in use, products of many tokens use tables of sums;
     "sum_tables_gain": how much faster those were than multiplying, None where the row decides;
     "sum_tables_ms": what measuring took. The first call may measure, as the first product would.
+    """
+
+def product_names() -> list[str]:
+    """Names of the rows of the lists of products, of every ISA of this build."""
+
+def product_plan(
+    layout: str,
+    out_features: int,
+    in_features: int,
+    tokens: int,
+    threads: int,
+    grouped: bool = False,
+) -> dict[str, str | int]:
+    """How a product of one matrix is made with the ISA in use.
+
+    "algorithm": its row of the list of products; into how many "token_blocks", "k_parts" and, at
+    least, "row_parts" its work is cut. Raises ValueError for another layout, or numbers that are
+    not from 1 to 2^20. As the first product does, it may measure.
     """
 
 def build_info() -> dict[str, str | int]:

@@ -19,7 +19,7 @@ _OPENMP = re.compile(r"lib(gomp|omp|iomp5)\b")
 _THREAD_VARIABLES = (
     *("OMP_NUM_THREADS", "OMP_THREAD_LIMIT", "OMP_DYNAMIC", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"),
     *("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "MKL_NUM_THREADS"),
-    *("BITNET_OPS_SPREAD", "BITNET_OPS_BACK_OFF", "BITNET_OPS_MEMORY"),
+    *("BITNET_OPS_TUNING", "BITNET_OPS_MEMORY"),
 )
 # a limit of this size or more is how cgroup v1 spells "no limit"
 _NO_LIMIT_BYTES = 1 << 60
@@ -298,6 +298,17 @@ def openmp_runtimes(root: Path = _ROOT) -> list[str] | None:
         return None
     paths = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "/" in line}
     return sorted(path for path in paths if _OPENMP.match(Path(path).name))
+
+
+def set_tuning(key: str, value: str) -> None:
+    """Set a key of BITNET_OPS_TUNING for this process, unless a person has; before it is read.
+
+    The variable `BITNET_OPS_KEY`, which the key replaces, counts as well.
+    """
+    parts = [part for part in os.environ.get("BITNET_OPS_TUNING", "").split(",") if part]
+    if f"BITNET_OPS_{key.upper()}" in os.environ or any(p.startswith(f"{key}=") for p in parts):
+        return
+    os.environ["BITNET_OPS_TUNING"] = ",".join([*parts, f"{key}={value}"])
 
 
 def thread_environment() -> dict[str, str]:

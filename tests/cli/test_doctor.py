@@ -17,6 +17,7 @@ import torch
 import bitnet_ops
 from bitnet_ops import _runtime, cli, machine
 from bitnet_ops.cli import doctor
+from bitnet_ops.language_model import DEMO_DIR
 
 GIB = 1 << 30
 
@@ -135,7 +136,13 @@ def test_placement_is_shown() -> None:
     ("variable", "text", "expected"),
     [
         ("BITNET_OPS_MEMORY", "everywhere", "first_touch or interleave"),
-        ("BITNET_OPS_PREFETCH", "far", "bytes from 0 to 65536"),
+        ("BITNET_OPS_TUNING", "prefetch=far", "prefetch=bytes from 0 to 65536"),
+        ("BITNET_OPS_TUNING", "tables=yes", "tables=0, 1 or measure"),
+        (
+            "BITNET_OPS_TUNING",
+            "fast",
+            "key=value, the key prefetch, tables, product, spread or back_off",
+        ),
         ("BITNET_OPS_TABLES", "yes", "0, 1 or measure"),
         ("BITNET_OPS_WEIGHT_FORMAT", "3bit", "one of canonical, 2bit, 1.6bit"),
     ],
@@ -153,7 +160,7 @@ def test_an_ill_set_variable_is_an_error_with_the_remedy(
 @pytest.mark.parametrize("isa", _runtime.available_isas())
 def test_measured_tables_are_shown_with_their_gain(isa: str) -> None:
     facts = json.loads(
-        run_doctor("--json", BITNET_OPS_TABLES="measure", BITNET_OPS_ISA=isa).stdout
+        run_doctor("--json", BITNET_OPS_TUNING="tables=measure", BITNET_OPS_ISA=isa).stdout
     )["tuning"]
     gain, text = facts["sum_tables_gain"], doctor._tables_text(facts)
     assert (gain is not None) == isa.startswith("avx")  # elsewhere there are none
@@ -165,7 +172,7 @@ def test_measured_tables_are_shown_with_their_gain(isa: str) -> None:
 
 def test_tables_that_are_not_measured_have_no_gain() -> None:
     for use in ("0", "1"):
-        facts = json.loads(run_doctor("--json", BITNET_OPS_TABLES=use).stdout)["tuning"]
+        facts = json.loads(run_doctor("--json", BITNET_OPS_TUNING=f"tables={use}").stdout)["tuning"]
         assert facts["sum_tables_gain"] is None and facts["sum_tables_ms"] is None
         said = "on" if facts["sum_tables"] else "off"
         assert doctor._tables_text(facts) == f"of sums, for many tokens: {said}"
@@ -269,7 +276,7 @@ def test_healthy_machine_has_no_problems(healthy: dict[str, Any]) -> None:
         ("memory.limit", GIB // 2, "0.5 GiB of memory"),
         ("pages.transparent_huge_pages", "never", "transparent huge pages are off"),
         ("pages.placement_error", "BITNET_OPS_MEMORY: expected ...", "BITNET_OPS_MEMORY: expected"),
-        ("tuning.error", "BITNET_OPS_PREFETCH: expected ...", "BITNET_OPS_PREFETCH: exp"),
+        ("tuning.error", "BITNET_OPS_TUNING: expected ...", "BITNET_OPS_TUNING: exp"),
         (
             "weight_format.error",
             "BITNET_OPS_WEIGHT_FORMAT: expected",
@@ -399,3 +406,26 @@ def test_what_binds_threads(
     assert machine.binding() == names
     assert doctor._binding(["/x/libiomp5.so"]) == names
     assert doctor._binding(["/x/libgomp.so.1"]) == [n for n in names if n != "KMP_AFFINITY"]
+
+
+def test_products_of_a_model_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(DEMO_DIR / "model.bin")
+    assert cli.main(["doctor", "--products", model, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == model and found["isa"] == _runtime.isa()
+    assert {row["layout"] for row in found["products"]} == {"2bit", "1.6bit"}
+    known = _runtime.product_names()
+    for row in found["products"]:
+        assert [plan["tokens"] for plan in row["plans"]] == [1, 4, 16, 64, 512]
+        assert all(plan["algorithm"] in known for plan in row["plans"])
+        assert row["plans"][0]["algorithm"] == "gemv"
+    assert cli.main(["doctor", "--products", model]) == 0
+    assert "1: gemv" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("changed", [{"layout": "3bit"}, {"tokens": 0}, {"threads": 1 << 21}])
+def test_a_plan_of_no_product_is_an_error(changed: dict[str, Any]) -> None:
+    asked: dict[str, Any] = {"layout": "2bit", "out_features": 64, "in_features": 64}
+    asked |= {"tokens": 1, "threads": 1} | changed
+    with pytest.raises(ValueError, match=r"^product_plan: expected"):
+        _runtime.product_plan(**asked)

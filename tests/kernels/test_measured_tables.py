@@ -1,4 +1,4 @@
-"""BITNET_OPS_TABLES=measure: what asks for the measurement, and that no result depends on it.
+"""BITNET_OPS_TUNING=tables=measure: what asks for the measurement; no result depends on it.
 
 A process measures once for an ISA, so each case has one of its own.
 """
@@ -42,7 +42,7 @@ print(_runtime.tuning())
 def row_after(use: str, isa: str, fmt: str = "2bit") -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, fmt],
-        env={**os.environ, "BITNET_OPS_TABLES": use, "BITNET_OPS_ISA": isa},
+        env={**os.environ, "BITNET_OPS_TUNING": f"tables={use}", "BITNET_OPS_ISA": isa},
         capture_output=True,
         text=True,
     )

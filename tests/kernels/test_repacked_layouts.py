@@ -160,7 +160,7 @@ def test_an_ill_set_prefetch_distance_is_one_clear_error(tmp_path: Path) -> None
     ):
         done = subprocess.run(
             [sys.executable, "-c", program],
-            env={"BITNET_OPS_PREFETCH": value, "PATH": "/usr/bin:/bin"},
+            env={"BITNET_OPS_TUNING": f"prefetch={value}", "PATH": "/usr/bin:/bin"},
             capture_output=True,
             text=True,
             cwd=tmp_path,
@@ -169,5 +169,8 @@ def test_an_ill_set_prefetch_distance_is_one_clear_error(tmp_path: Path) -> None
         if good is not None:
             assert good.items() <= ast.literal_eval(done.stdout).items()
         else:
-            expected = f"BITNET_OPS_PREFETCH: expected bytes from 0 to 65536, got '{value}'"
+            expected = (
+                "BITNET_OPS_TUNING: expected prefetch=bytes from 0 to 65536, "
+                f"got 'prefetch={value}'"
+            )
             assert expected in done.stderr

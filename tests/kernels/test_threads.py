@@ -333,7 +333,7 @@ for thread in os.listdir("/proc/self/task"):
     os.sched_setaffinity(int(thread), {min(os.sched_getaffinity(0))})
 print(seconds(2, 5) / seconds(1, 5))
 """
-    ours = ("OMP_", "GOMP_", "BITNET_OPS_BACK_OFF", "BITNET_OPS_SPREAD")
+    ours = ("OMP_", "GOMP_", "BITNET_OPS_TUNING")
     env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     command = [sys.executable, "-c", code]
     run = subprocess.run(command, capture_output=True, text=True, check=True, env=env)

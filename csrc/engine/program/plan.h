@@ -221,7 +221,7 @@ class PlanBuilder {
     if (stage.units != 0 || stage.varies) plan_.add(stage);
   }
   // Memory for the sums of products that are cut along K.
-  void need_parts(const ProductCut& cut) {
+  void need_parts(const ProductPlan& cut) {
     sums_ = std::max(sums_, cut.sums);
     cells_ = std::max(cells_, cut.cells);
   }

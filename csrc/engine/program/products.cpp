@@ -78,11 +78,11 @@ class Products final : public StageWork {
   ActivationFormat format_;
   int count_ = 0;
   const ActivationSparsity* sparsity_;
-  bool own_norms_, grouped_, row_major_ = false, any_side_ = false;
+  bool own_norms_, grouped_, any_side_ = false;
   bool lists_ = false;  // whether the codes of the one token that are not 0 are listed
   Part parts_[StageInput::kMost];
   Projection projections_[StageInput::kMost];
-  ProductCut cut_;
+  ProductPlan plan_;
 };
 
 bool has_side(const Step& step, const Linear& linear) {
@@ -118,11 +118,10 @@ Products::Products(PlanBuilder& plan, const RowSource* source, ActivationFormat 
   // threads that share tokens have no list of their own
   lists_ = step_.batch.tokens == 1 && rows_.count == 1 && parts_[0].linear->columns != nullptr;
   ProductShape shape = shape_of(projections_, count_, rows_.count, planes_of(format_));
-  row_major_ = shape.row_major;
   // products with inputs of their own are several, and their cells would have to be told apart
-  shape.splits_k = !row_major_ && (!own_norms_ || count_ == 1);
-  cut_ = cut_for(*step_.table, shape, step_.partitions);
-  plan.need_parts(cut_);
+  shape.splits_k = !shape.row_major() && (!own_norms_ || count_ == 1);
+  plan_ = plan_product(*step_.table, shape, step_.partitions);
+  plan.need_parts(plan_);
 }
 
 QuantizedTokens Products::tokens_of(const StageInput& from, int input) const {
@@ -131,7 +130,7 @@ QuantizedTokens Products::tokens_of(const StageInput& from, int input) const {
   x.tokens = rows_.count;
   x.k = linear.k;
   x.padded_k = layout::padded_k(linear.k);
-  x.tile = row_major_ ? 0 : step_.table->product_blocking(x.tokens, x.k).token_tile;
+  x.tile = plan_.blocking.token_tile;
   x.format = format_;
   if (grouped_) {
     x.group = linear.scaled.group();
@@ -147,7 +146,7 @@ void Products::for_each_product(const StageInput& from, F&& f) const {
   const int products = own_norms_ ? count_ : 1;
   for (int i = 0; i < products; ++i) {
     const QuantizedTokens x = tokens_of(from, i);
-    f(Product(*step_.table, x, projections_ + i, own_norms_ ? 1 : count_, cut_, step_.parts));
+    f(Product(*step_.table, x, projections_ + i, own_norms_ ? 1 : count_, plan_, step_.parts));
   }
 }
 

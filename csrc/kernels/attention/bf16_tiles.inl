@@ -157,22 +157,20 @@ void attend_unit_chunk(PairChunk<PanelValues> chunk, float* states) {
 }
 
 // Whether the matrix unit does a chunk, and it has then done it.
-template <class U>
 bool attended_by_unit(const PairChunk<PanelValues>& chunk, float* states) {
-  if constexpr (U::kFromTokens > 0) {
+  bool done = false;
+  with_matrix_unit([&]<class U>() {
     const AttentionChunk& c = chunk.c;
-    if (c.matrix_unit && c.rows >= kUnitRows && c.dim % kPairGroup == 0) {
-      attend_unit_chunk<U>(chunk, states);
-      return true;
-    }
-  }
-  return false;
+    done = c.matrix_unit && c.rows >= kUnitRows && c.dim % kPairGroup == 0;
+    if (done) attend_unit_chunk<U>(chunk, states);
+  });
+  return done;
 }
 
 void attend_bf16(const AttentionChunk& c, float* scratch, float* states) {
   if (c.layout == CacheLayout::kPanels) {
     const auto chunk = chunk_of_panels(c, scratch);
-    if (!attended_by_unit<MatrixUnit>(chunk, states)) attend_pair_chunk(chunk, states);
+    if (!attended_by_unit(chunk, states)) attend_pair_chunk(chunk, states);
   } else {
     attend_pair_chunk(chunk_of_rows(c, scratch), states);
   }

@@ -8,13 +8,6 @@ constexpr int64_t kHeadUnitRows = 32;    // rows of weights that meet them at on
 constexpr int64_t kHeadUnitMaxK = 4096;  // so that packed tokens fit on a thread's stack
 constexpr int64_t kHeadUnitSteps = kHeadUnitMaxK / 64;
 
-// Calls f<MatrixUnit>() where there is one. Only a template's discarded branch is left alone by
-// every compiler: clang 19 compiles what another one calls.
-template <class U = MatrixUnit, class F>
-void with_matrix_unit(F&& f) {
-  if constexpr (U::kFromTokens > 0) f.template operator()<U>();
-}
-
 // Tokens of a pass, an operand for every 64 features of each plane, and the sums of 32 rows: of
 // rows 0..15 by the high plane and the low one, of rows 16..31 likewise.
 struct alignas(4096) HeadScratch {

@@ -227,7 +227,7 @@ struct TableSteps {
 // 16 tokens of a ymm, for few.
 struct NarrowTables : TableSteps, YmmSums {
   using Narrow = NarrowTables;
-  static constexpr int kBeside = 2;
+  static constexpr int kDotTokens = 2;
   static constexpr int64_t kRowCost = 850, kBothCost = 1050, kLinesCost = 95, kBuildCost = 80000;
   static constexpr int64_t kProductCost = 52;
 
@@ -257,7 +257,7 @@ struct SumTables : TableSteps {
   using Narrow = NarrowTables;
   static constexpr int64_t kTokens = 32, kFromRows = 512;
   static constexpr int64_t kFromTokens = 16;  // 12 gain a tenth, or lose a third beside a neighbour
-  static constexpr int kBeside = 4;
+  static constexpr int kDotTokens = 4;
   static constexpr int64_t kRowCost = 1280, kBothCost = 1800, kLinesCost = 95, kBuildCost = 130000;
   static constexpr int64_t kProductCost = 52;
   using Sums = __m512i;  // int16

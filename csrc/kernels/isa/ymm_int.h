@@ -186,7 +186,7 @@ struct YmmTables : YmmSums {
   static constexpr int64_t kFromTokens = 13;  // fewer are multiplied
   static constexpr int64_t kFromRows = 320;   // likewise, for each building of tables
   // Tokens with which a k-step is multiplied beside a row's lines.
-  static constexpr int kBeside = 0;
+  static constexpr int kDotTokens = 0;
   // Hundredths of a cycle, on Zen 4: a row of 32 k, alone and with a k-step beside it; its lines,
   // and the tables, for all rows; a token's product with 32 k of a row.
   static constexpr int64_t kRowCost = 740, kBothCost = 0, kLinesCost = 0;

@@ -1,6 +1,4 @@
-// The ternary product of canonical rows. Contract:
-// ternary_gemm in kernel_table.h. Layouts for CPUs are in
-// tiles.inl.
+// The ternary product of canonical rows. Contract: products.h. Layouts for CPUs are in tiles.inl.
 
 // Tokens whose activations should stay in L2 while a range of weight rows streams past them.
 constexpr int64_t kTokenBlock = 32;

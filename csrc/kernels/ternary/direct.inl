@@ -68,14 +68,13 @@ template <class D, int T>
 
 // T tokens x every tile.
 template <class D, int T>
-void tiles_direct(const TileJob& job, int64_t token) {
+void tiles_direct(const ProductJob& job, int64_t token) {
   TileSums<D> sums;
-  const int64_t tile_bytes = job.k_steps * kStepBytes;
-  for (int64_t i = 0; i < job.tile_count; ++i) {
-    tile_direct<D, T>(job.tiles + i * tile_bytes, job.k_steps, job.x + token * job.x_stride,
+  for (int64_t i = 0; i < job.blocks; ++i) {
+    tile_direct<D, T>(job.weights + i * job.block_bytes, job.k_steps, job.x + token * job.x_stride,
                       job.x_stride, job.prefetch_bytes, sums);
     finish_tile<D, T>(sums, job.x_sum + token,
-                      job.out + token * job.out_stride + i * D::kFields * kTileLanes,
+                      job.sums + token * job.out_stride + i * D::kFields * kTileLanes,
                       job.out_stride);
   }
 }

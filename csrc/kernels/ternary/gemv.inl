@@ -46,20 +46,21 @@ template <class D, int S>
 
 // One token x every tile, in S streams of equally many consecutive tiles, then what is left over.
 template <class D, int S>
-void tiles_in_streams(const TileJob& job) {
+void tiles_in_streams(const ProductJob& job) {
   TileSums<D> sums[S];
-  const int64_t tile_bytes = job.k_steps * kStepBytes, each = job.tile_count / S;
+  const int64_t each = job.blocks / S;
   const auto finish = [&](const TileSums<D>& tile, int64_t i) {
-    finish_tile<D, 1>(tile, job.x_sum, job.out + i * D::kFields * kTileLanes, job.out_stride);
+    finish_tile<D, 1>(tile, job.x_sum, job.sums + i * D::kFields * kTileLanes, job.out_stride);
   };
   for (int64_t i = 0; i < each; ++i) {
-    token_streams<D, S>(job.tiles + i * tile_bytes, each * tile_bytes, job.k_steps, job.x,
-                        job.prefetch_bytes / S, sums);  // as much in flight as from one stream
+    token_streams<D, S>(job.weights + i * job.block_bytes, each * job.block_bytes, job.k_steps,
+                        job.x, job.prefetch_bytes / S,
+                        sums);  // as much in flight as from one stream
     for (int s = 0; s < S; ++s) finish(sums[s], i + s * each);
   }
-  for (int64_t i = each * S; i < job.tile_count; ++i) {
-    token_streams<D, 1>(job.tiles + i * tile_bytes, 0, job.k_steps, job.x, job.prefetch_bytes,
-                        sums);
+  for (int64_t i = each * S; i < job.blocks; ++i) {
+    token_streams<D, 1>(job.weights + i * job.block_bytes, 0, job.k_steps, job.x,
+                        job.prefetch_bytes, sums);
     finish(sums[0], i);
   }
 }

@@ -1,5 +1,5 @@
-// The ternary product with group scales, over tiles. Contract: group_gemm
-// in kernel_table.h. Uses tiles.inl, direct.inl, panel.inl and
+// The ternary product with group scales, over tiles. Contract: ProductJob
+// in products.h. Uses tiles.inl, direct.inl, panel.inl and
 // matrix.inl.
 
 constexpr int64_t kMostGroupSteps = 32;
@@ -7,7 +7,7 @@ constexpr int64_t kMostGroupSteps = 32;
 // A tile and the tokens from `token` on.
 template <class S, int kPlanes>
 struct GroupTile {
-  const GroupJob& job;
+  const ProductJob& job;
   const uint8_t* w;
   const S* scale;
   const int8_t* x;
@@ -26,7 +26,7 @@ template <class D, class S, int kPlanes>
 [[gnu::always_inline]] inline void add_scaled(const GroupTile<S, kPlanes>& tile, int64_t g,
                                               int64_t t, const TileSum (&sums)[D::kFields],
                                               const TileFloats (&scale)[D::kFields]) {
-  const GroupJob& job = tile.job;
+  const ProductJob& job = tile.job;
   const int64_t at = g * job.x_group_stride + tile.token + t;
   const TileSum zeros = set1_sum(job.x_sum[at] * D::kZeroCode);
   float* y = tile.out + t * job.out_stride;
@@ -109,7 +109,7 @@ template <class D, int T, int kPlanes, class S>
   // sums of several blocks need as many registers again
   constexpr bool kInRegisters =
       !TakesPairs<D> && (D::kFlush >= kMostGroupSteps ? 1 : 2) * kParts <= kTileAccs;
-  const GroupJob& job = tile.job;
+  const ProductJob& job = tile.job;
   const int64_t group_steps = job.group_steps, ahead = job.prefetch_bytes;
   for (int64_t g = 0, s = 0; s < job.k_steps; ++g, s += group_steps) {
     const int64_t left = job.k_steps - s, steps = left < group_steps ? left : group_steps;
@@ -142,7 +142,7 @@ template <class D, int T, int kPlanes, class S>
 template <class D, int kPlanes, class S>
 void tile_groups_panel(const GroupTile<S, kPlanes>& tile, int64_t tokens, Panel<D>& panel) {
   static_assert(D::kPanelSteps >= kMostGroupSteps);
-  const GroupJob& job = tile.job;
+  const ProductJob& job = tile.job;
   for (int64_t g = 0, s = 0; s < job.k_steps; ++g, s += job.group_steps) {
     const int64_t left = job.k_steps - s, count = left < job.group_steps ? left : job.group_steps;
     fill_panel<D>(tile.w + s * kStepBytes, count, job.prefetch_bytes, panel);
@@ -164,27 +164,27 @@ void tile_groups_panel(const GroupTile<S, kPlanes>& tile, int64_t tokens, Panel<
 
 // The job's tile i from token `token` on.
 template <class D, int kPlanes, class S>
-GroupTile<S, kPlanes> group_tile(const GroupJob& job, int64_t i, int64_t token) {
+GroupTile<S, kPlanes> group_tile(const ProductJob& job, int64_t i, int64_t token) {
   return {job,
-          job.tiles + i * job.tile_stride,
+          job.weights + i * job.block_bytes,
           static_cast<const S*>(job.scale) + i * job.scale_stride,
           job.x + token * kPlanes * job.x_stride,
           token,
-          job.out + token * job.out_stride + i * D::kFields * kTileLanes};
+          job.values + token * job.out_stride + i * D::kFields * kTileLanes};
 }
 
 template <class D, int T, int kPlanes, class S>
-void tiles_groups(const GroupJob& job, int64_t token) {
-  for (int64_t i = 0; i < job.tile_count; ++i) {
+void tiles_groups(const ProductJob& job, int64_t token) {
+  for (int64_t i = 0; i < job.blocks; ++i) {
     tile_groups<D, T, kPlanes, S>(group_tile<D, kPlanes, S>(job, i, token));
   }
 }
 
 template <class D, int kPlanes, class S>
-void tiles_groups_panel(const GroupJob& job) {
+void tiles_groups_panel(const ProductJob& job) {
   constexpr int64_t kTokens = kPanelTokens / kPlanes;
   Panel<D> panel;
-  for (int64_t i = 0; i < job.tile_count; ++i) {
+  for (int64_t i = 0; i < job.blocks; ++i) {
     for (int64_t m = 0; m < job.tokens; m += kTokens) {
       const int64_t tokens = job.tokens - m < kTokens ? job.tokens - m : kTokens;
       tile_groups_panel<D, kPlanes, S>(group_tile<D, kPlanes, S>(job, i, m), tokens, panel);
@@ -197,7 +197,7 @@ template <class U, class D, int kPlanes, class S>
 void tile_groups_matrix(const GroupTile<S, kPlanes>& tile, int64_t tokens,
                         MatrixScratch<D>& scratch) {
   constexpr int N = D::kDots, kOperandTiles = 7 - N;
-  const GroupJob& job = tile.job;
+  const ProductJob& job = tile.job;
   uint32_t slot = 0;
   for (int64_t g = 0, s = 0; s < job.k_steps; ++g, s += job.group_steps) {
     const int64_t end = job.k_steps - s < job.group_steps ? job.k_steps : s + job.group_steps;
@@ -230,57 +230,23 @@ void tile_groups_matrix(const GroupTile<S, kPlanes>& tile, int64_t tokens,
 }
 
 template <class U, class D, int kPlanes, class S>
-void tiles_groups_matrix(const GroupJob& job) {
+void tiles_groups_matrix(const ProductJob& job) {
   constexpr int64_t kTokens = 16 / kPlanes;
   MatrixScratch<D> scratch;
   for (int64_t m = 0; m < job.tokens; m += kTokens) {
     const int64_t tokens = job.tokens - m < kTokens ? job.tokens - m : kTokens;
     configure_for<U>(tokens * kPlanes, D::kDots);
-    for (int64_t i = 0; i < job.tile_count; ++i) {
+    for (int64_t i = 0; i < job.blocks; ++i) {
       tile_groups_matrix<U, D, kPlanes, S>(group_tile<D, kPlanes, S>(job, i, m), tokens, scratch);
     }
   }
   U::release();
 }
 
-// D1 decodes for one row of codes and for a matrix unit, DN for several, DP to memory.
-template <class D1, class DN, class DP, int kPlanes, class S>
-void any_group_gemm(const GroupJob& job) {
-  constexpr int64_t kRows = D1::kFields * kTileLanes;
-  for (int64_t m = 0; m < job.tokens && !job.add; ++m) {
-    for (int64_t i = 0; i < job.tile_count * kRows; ++i) job.out[m * job.out_stride + i] = 0.0f;
-  }
-  if constexpr (MatrixUnit::kFromTokens > 0) {
-    if (job.tokens * kPlanes >= MatrixUnit::kFromTokens)
-      return tiles_groups_matrix<MatrixUnit, D1, kPlanes, S>(job);
-  }
-  if (job.tokens * kPlanes == 1) return tiles_groups<D1, 1, kPlanes, S>(job, 0);
-  if constexpr (HasPanel<DP>) {
-    if (takes_panel<DP>(job.tokens * kPlanes, job.shared_ports))
-      return tiles_groups_panel<DP, kPlanes, S>(job);
-  }
-  constexpr int kTokens = DN::kTokens < kPlanes ? 1 : DN::kTokens / kPlanes;
-  constexpr int kTogether = kPlanes == 1 ? kTokensTogether<DN> : 1;
-  for_token_groups<kTokens, kTogether>(job.tokens, [&]<int T>(int64_t token) {
-    if constexpr (HasWide<DN, T * kPlanes>) {
-      if (!job.shared_ports)
-        return tiles_groups<typename WideOr<DN>::Type, T, kPlanes, S>(job, token);
-    }
-    tiles_groups<DN, T, kPlanes, S>(job, token);
-  });
-}
-
-template <int kPlanes, class S>
-void group_gemm_as(const GroupJob& job) {
-  if (job.format == layout::WeightFormat::kBase3)
-    return any_group_gemm<Base3, Several::Thirds, Several::ThirdsDigits, kPlanes, S>(job);
-  any_group_gemm<TwoBit, Several::TwoBits, Several::TwoBitsPlain, kPlanes, S>(job);
-}
-
 // Sums of tables.inl as those of groups.
 template <class U, class S, int64_t kTileRows>
 struct GroupSums {
-  const GroupJob& job;
+  const ProductJob& job;
 
   // A group of 128 k is at most 16,384 in magnitude: nothing overflows inside one.
   bool fold(TableBlock<U>& block, typename U::Sums, int64_t rows, int64_t done) const {
@@ -313,7 +279,7 @@ struct GroupSums {
                           part);
       }
       for (int64_t t = 0; t < block.tokens; ++t) {
-        float* to = job.out + (block.token + t) * job.out_stride + row;
+        float* to = job.values + (block.token + t) * job.out_stride + row;
         __builtin_memcpy(to, part[t], static_cast<size_t>(count) * sizeof(float));
       }
     }
@@ -338,12 +304,12 @@ struct GroupSums {
 
 // By tables of sums, as far as tokens fill their blocks; returns how many.
 template <class U, class S>
-int64_t group_tables(const GroupJob& job) {
+int64_t group_tables(const ProductJob& job) {
   const bool base3 = job.format == layout::WeightFormat::kBase3;
-  const TableInput all{job.tiles, job.tile_stride, job.k_steps, job.x, job.x_stride, 0, {},
-                       {},        job.scratch};
+  const TableInput all{job.weights, job.block_bytes, job.k_steps, job.x, job.x_stride, 0, {},
+                       {},          job.scratch};
   return for_table_parts<U>(
-      all, job.tokens, job.tile_count, (base3 ? 5 : 4) * kTileLanes,
+      all, job.tokens, job.blocks, (base3 ? 5 : 4) * kTileLanes,
       [&]<class V>(const TableInput& in) {
         if (base3) {
           table_blocks<V, LinesOfFive<V>, StepsOfFive<V>>(in, GroupSums<V, S, 5 * kTileLanes>{job});
@@ -353,30 +319,18 @@ int64_t group_tables(const GroupJob& job) {
       });
 }
 
-// Takes what fills the blocks of tables out of the job.
+// What fills the blocks of tables; returns the rest of the job.
 template <class U>
-void take_groups_by_tables(GroupJob& job) {
+ProductJob groups_by_tables(const ProductJob& job) {
   const bool half = job.scale_type == DType::kF16;
   const int64_t done = half ? group_tables<U, uint16_t>(job) : group_tables<U, float>(job);
-  job.x += done * job.x_stride;
-  job.x_sum += done;
-  if (job.x_scale != nullptr) job.x_scale += done;
-  job.out += done * job.out_stride;
-  job.tokens -= done;
-}
-
-void group_gemm(const GroupJob& whole) {
-  GroupJob job = whole;
-  if constexpr (kTablesHere) {
-    if (job.planes == 1 && !job.add) take_groups_by_tables<SumTables>(job);
-    if (job.tokens == 0) return;
-  }
-  if (job.scale_type == DType::kF16) {
-    if (job.planes == 2) return group_gemm_as<2, uint16_t>(job);
-    return group_gemm_as<1, uint16_t>(job);
-  }
-  if (job.planes == 2) return group_gemm_as<2, float>(job);
-  group_gemm_as<1, float>(job);
+  ProductJob rest = job;
+  rest.x += done * job.x_stride;
+  rest.x_sum += done;
+  if (job.x_scale != nullptr) rest.x_scale += done;
+  rest.values += done * job.out_stride;
+  rest.tokens -= done;
+  return rest;
 }
 
 void add_group(const int32_t* sums, int64_t sums_stride, int64_t rows, int64_t tokens,

@@ -8,6 +8,7 @@
 // are decoded between the last products of this one, so that the unit never waits for
 // them.
 
+constexpr bool kHasMatrixUnit = MatrixUnit::kFromTokens > 0;
 constexpr int64_t kMatrixTokens = 32;    // two tiles of tokens
 constexpr int64_t kOperandSteps = 16;    // k-steps of an operand: 64 k
 constexpr int64_t kOperandBytes = 1024;  // of one operand tile
@@ -17,6 +18,13 @@ constexpr int64_t kDecodeAhead = 3;      // operands between decoding and use; a
 constexpr int64_t kFewTokensAhead = 16 << 10;  // bytes, where a tile is read once for few tokens
 // Of a product that is cut up by rows: tokens that stay in L2 while the rows pass, and rows.
 constexpr int64_t kMatrixChunk = 128, kMatrixLeastRows = 256;
+
+// Calls f<MatrixUnit>() where there is one. Only a template's discarded branch is left alone by
+// every compiler: clang 19 compiles what another one calls.
+template <class U = MatrixUnit, class F>
+void with_matrix_unit(F&& f) {
+  if constexpr (U::kFromTokens > 0) f.template operator()<U>();
+}
 
 // Up to 32 tokens of a job.  In rows one operand of a token is 64 bytes behind the last; in tiles,
 // 64 bytes times the tokens of the tile.
@@ -200,8 +208,8 @@ template <class U, class D>
 // A job and where its results go; put() takes a tile's sums of `count` tokens.
 template <class D>
 struct MatrixResult {
-  const TileJob& job;
-  const EpilogueJob* epilogue;  // null: sums to job.out
+  const ProductJob& job;
+  const EpilogueJob* epilogue;  // null: sums to job.sums
   void (*put)(const MatrixResult&, const MatrixScratch<D>&, int64_t tile, int64_t token,
               int64_t count);
 };
@@ -216,15 +224,15 @@ template <class D>
   repeat<D::kFields>([&]<int f>() BITNET_INLINE_LAMBDA { s[f] = sub_sum(s[f], zeros); });
 }
 
-// To job.out, or with an epilogue that wants sums to its place for them, which ends with the rows.
+// To job.sums, or with an epilogue that wants sums to its place for them, which ends with the rows.
 template <class D>
 void put_sums(const MatrixResult<D>& to, const MatrixScratch<D>& scratch, int64_t tile,
               int64_t token, int64_t count) {
-  const TileJob& job = to.job;
+  const ProductJob& job = to.job;
   const bool own = to.epilogue == nullptr;
   const int64_t row = tile * D::kFields * 16;
   const int64_t left = own ? D::kFields * 16 : to.epilogue->rows - row;
-  char* out = static_cast<char*>(own ? job.out : to.epilogue->out) + row * 4;
+  char* out = static_cast<char*>(own ? job.sums : to.epilogue->out) + row * 4;
   const int64_t stride = own ? job.out_stride * 4 : to.epilogue->out_stride_bytes;
   for (int64_t m = 0; m < count; ++m) {
     TileSum s[D::kDots];
@@ -304,8 +312,8 @@ inline void configure_for(int64_t tokens, int dots) {
 template <class U, class D>
 void matrix_blocks(const MatrixResult<D>& to, int64_t token, int64_t end, bool from_memory,
                    MatrixScratch<D>& scratch) {
-  const TileJob& job = to.job;
-  const int64_t steps = job.k_steps / kOperandSteps, tile_bytes = job.k_steps * 64;
+  const ProductJob& job = to.job;
+  const int64_t steps = job.k_steps / kOperandSteps, tile_bytes = job.block_bytes;
   const int64_t each = end - token < kMatrixTokens ? end - token : kMatrixTokens;
   const int64_t passes = (end - token) / each * D::kDots / 2;
   const bool small = each <= 16;
@@ -313,16 +321,16 @@ void matrix_blocks(const MatrixResult<D>& to, int64_t token, int64_t end, bool f
   if (from_memory) walk.ahead_bytes = (kOperandSteps + passes - 1) / passes * 64;
   configure_for<U>(each, D::kDots);
   repeat<kDecodeAhead>([&]<int i>() BITNET_INLINE_LAMBDA {
-    const uint8_t* w = job.tiles + i * kOperandBytes;
+    const uint8_t* w = job.weights + i * kOperandBytes;
     if (small) {
       decode_lines<U, D, 0, D::kDots, 0, 16>(w, scratch.ring[i]);
     } else {
       decode_lines<U, D, 0, 2, 0, 16>(w, scratch.ring[i]);
     }
   });
-  for (int64_t i = 0; i < job.tile_count; ++i) {
-    const uint8_t* w = job.tiles + i * tile_bytes;
-    const uint8_t* behind = i + 1 < job.tile_count ? w + tile_bytes : w;
+  for (int64_t i = 0; i < job.blocks; ++i) {
+    const uint8_t* w = job.weights + i * tile_bytes;
+    const uint8_t* behind = i + 1 < job.blocks ? w + tile_bytes : w;
     walk.ahead = w + tile_bytes;
     walk.ahead_end = walk.ahead_bytes == 0 ? walk.ahead : walk.ahead + tile_bytes;
     for (int64_t m = token; m < end; m += each) {
@@ -337,17 +345,10 @@ void matrix_blocks(const MatrixResult<D>& to, int64_t token, int64_t end, bool f
   }
 }
 
-// Whether a job is one for the unit: tokens in tiles always are.
-template <class U>
-inline bool takes_matrix(const TileJob& job) {
-  if (job.k_steps < kDecodeAhead * kOperandSteps) return false;
-  return job.tokens >= U::kFromTokens || job.x_stride == kTokenStep;
-}
-
 // Blocks of 32 tokens, then what is left of them, which the tiles are in L2 for. The configuration
 // belongs to the thread and is given back: oneDNN in the same process has its own.
 template <class U, class D>
-void matrix_product(const TileJob& job, const EpilogueJob* epilogue) {
+void matrix_product(const ProductJob& job, const EpilogueJob* epilogue) {
   static_assert(kTileLanes == 16 && D::kDots % 2 == 0);
   MatrixScratch<D> scratch;
   const bool sums = epilogue == nullptr || epilogue->kind == StoreKind::kSums;

@@ -95,24 +95,25 @@ template <class D>
 }
 
 template <class D>
-void tile_panel(const TileJob& job, int64_t tile, int64_t token, int64_t tokens, Panel<D>& panel) {
-  const uint8_t* w = job.tiles + tile * job.k_steps * kStepBytes;
+void tile_panel(const ProductJob& job, int64_t tile, int64_t token, int64_t tokens,
+                Panel<D>& panel) {
+  const uint8_t* w = job.weights + tile * job.block_bytes;
   const int8_t* x = job.x + token * job.x_stride;
   for (int64_t s = 0; s < job.k_steps; s += D::kPanelSteps) {
     const int64_t count = job.k_steps - s < D::kPanelSteps ? job.k_steps - s : D::kPanelSteps;
     fill_panel<D>(w + s * kStepBytes, count, job.prefetch_bytes, panel);
     add_panel_rows(panel, count, s == 0, x + s * layout::kTileStepK, job.x_stride, tokens);
   }
-  int32_t* out = job.out + token * job.out_stride + tile * D::kFields * kTileLanes;
+  int32_t* out = job.sums + token * job.out_stride + tile * D::kFields * kTileLanes;
   for (int64_t t = 0; t < tokens; ++t) {
     finish_panel(panel, t, job.x_sum[token + t], out + t * job.out_stride);
   }
 }
 
 template <class D>
-void tiles_panel(const TileJob& job) {
+void tiles_panel(const ProductJob& job) {
   Panel<D> panel;
-  for (int64_t i = 0; i < job.tile_count; ++i) {
+  for (int64_t i = 0; i < job.blocks; ++i) {
     for (int64_t t = 0; t < job.tokens; t += kPanelTokens) {
       tile_panel<D>(job, i, t, job.tokens - t < kPanelTokens ? job.tokens - t : kPanelTokens,
                     panel);

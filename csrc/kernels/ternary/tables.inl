@@ -1,5 +1,5 @@
 // Many tokens x whole tiles, most of them without a multiplication: by tables of sums
-// (table_lines.inl), and further tokens by the multipliers meanwhile (both_units.inl). Uses
+// (row_indices.inl), and further tokens by the multipliers meanwhile (tables_with_dot.inl). Uses
 // epilogue.inl.
 //
 // The work is ordered by 64 k, block of tokens, rows: the tables of 32 k lie in L1, the rows' sums
@@ -26,7 +26,7 @@ struct TableBlock {
 
 template <class U>
 constexpr int64_t table_call_tokens() {
-  return kTableBlocks * U::kTokens * (U::kBeside == 0 ? 1 : 2);
+  return kTableBlocks * U::kTokens * (U::kDotTokens == 0 ? 1 : 2);
 }
 
 constexpr int64_t table_rows_padded(int64_t rows) { return (rows + 15) / 16 * 16; }
@@ -37,13 +37,13 @@ constexpr int64_t table_scratch_bytes(int64_t rows, int64_t blocks) {
   const int64_t lines = 2 * kTablesAtOnce * 2 * rows;
   const int64_t block = rows * U::kTokens * 6 + kTableSpanK * U::kTokens;
   const int64_t steps = layout::kTileMaxK / layout::kTileStepK;
-  const int64_t beside = U::kBeside == 0 ? 0 : steps * (2 * kStepBytes + 4 * U::kBeside);
+  const int64_t beside = U::kDotTokens == 0 ? 0 : steps * (2 * kStepBytes + 4 * U::kDotTokens);
   return tables + lines + blocks * block + beside + 4096;
 }
 
-// What the next call of find_lines reads, of which a call asks for `bytes` a tile, into L2: it is
-// about all that a job with few tokens reads from memory.
-struct NextLines {
+// What the next call of find_row_indices reads, of which a call asks for `bytes` a tile, into L2:
+// it is about all that a job with few tokens reads from memory.
+struct NextRead {
   const uint8_t* tiles;
   int64_t tile_bytes, bytes;  // 0: nothing
 };
@@ -51,7 +51,7 @@ struct NextLines {
 // Adds 32 k to the sums of a block: h says which half of its words. Returns the magnitudes.
 template <class U, int64_t kTileRows, class M>
 typename U::Sums add_tables(const TableBlock<U>& block, int h, int offset, const uint16_t* lines,
-                            int16_t* tables, int64_t tiles, const NextLines& next, M& both) {
+                            int16_t* tables, int64_t tiles, const NextRead& next, M& both) {
   constexpr int64_t kTilesAtOnce = 4;  // whose rows take as long as what is asked for
   typename U::Sums more = U::zero();
   repeat<kTablesAtOnce>([&]<int g>() BITNET_INLINE_LAMBDA {
@@ -79,7 +79,7 @@ typename U::Sums add_tables(const TableBlock<U>& block, int h, int offset, const
 
 // Tokens of an input, at most kTableBlocks blocks. F says what becomes of sums: fold() after every
 // 32 k, at the end of `k_steps` of them, and store() in the end, with what fold() has left in the
-// sums; run_steps() and take() of both_units.inl.
+// sums; run_steps() and take() of tables_with_dot.inl.
 template <class U, class D, class Steps, class F>
 void table_blocks(const TableInput& in, const F& folds) {
   const int64_t rows = in.tables.tiles * D::kFields * kTileLanes;
@@ -95,7 +95,7 @@ void table_blocks(const TableInput& in, const F& folds) {
                      take((kTablesAtOnce * kTableSums + 2 * kTableDamaged) * U::kTokens * 2)) +
                  kTableDamaged * U::kTokens;
   auto* lines = reinterpret_cast<uint16_t*>(take(2 * kTablesAtOnce * 2 * padded));
-  using Both = Meanwhile<U, Steps, F>;
+  using Both = InterleavedDot<U, Steps, F>;
   Both both(in, folds, take(Both::scratch_bytes(in.k_steps)));
   TableBlock<U> blocks[kTableBlocks];
   for (int64_t b = 0; b < count; ++b) {
@@ -111,7 +111,7 @@ void table_blocks(const TableInput& in, const F& folds) {
   }
   constexpr int64_t kSpanSteps = kTableSpanK / layout::kTileStepK;
   for (int64_t s = 0; s < in.k_steps; s += kSpanSteps) {
-    find_lines<U, D>(in.tiles + s * kStepBytes, in.tile_bytes, in.tables.tiles, rows, lines);
+    find_row_indices<U, D>(in.tiles + s * kStepBytes, in.tile_bytes, in.tables.tiles, rows, lines);
     for (int64_t b = 0; b < count; ++b) {
       const int8_t* x = in.x + b * U::kTokens * in.x_stride + s * layout::kTileStepK;
       gather_words<U>(x, in.x_stride, blocks[b].tokens, blocks[b].words);
@@ -120,8 +120,8 @@ void table_blocks(const TableInput& in, const F& folds) {
       for (int64_t b = 0; b < count; ++b) {
         TableBlock<U>& block = blocks[b];
         const bool few = count <= 2 && b + 1 == count && s + kSpanSteps < in.k_steps;
-        const NextLines next{in.tiles + (s + kSpanSteps + h * kTablesAtOnce) * kStepBytes,
-                             in.tile_bytes, few ? kTablesAtOnce * kStepBytes : 0};
+        const NextRead next{in.tiles + (s + kSpanSteps + h * kTablesAtOnce) * kStepBytes,
+                            in.tile_bytes, few ? kTablesAtOnce * kStepBytes : 0};
         const typename U::Sums more = add_tables<U, D::kFields * kTileLanes>(
             block, h, D::kOffset, lines + h * rows * kTablesAtOnce, tables, in.tables.tiles, next,
             both);
@@ -203,10 +203,10 @@ struct WholeSums {
   void take(const TileSums<D>& sums, int64_t tile, int64_t token, int64_t tokens, int64_t) const {
     constexpr int64_t kRows = D::kFields * kTileLanes;
     if (tile * kRows >= epilogue.rows) return;
-    int32_t of_tokens[U::kBeside] = {};
+    int32_t of_tokens[U::kDotTokens] = {};
     for (int64_t t = 0; t < tokens; ++t) of_tokens[t] = x_sum[token + t];
-    alignas(64) int32_t out[U::kBeside][kRows];
-    finish_tile<D, U::kBeside>(sums, of_tokens, out[0], kRows);
+    alignas(64) int32_t out[U::kDotTokens][kRows];
+    finish_tile<D, U::kDotTokens>(sums, of_tokens, out[0], kRows);
     EpilogueJob job = epilogue_part(epilogue, tile * kRows, kRows, token, tokens);
     job.sums = out[0];
     job.sums_stride = kRows;
@@ -227,7 +227,7 @@ struct TableCut {
 // products of one token with so many rows.
 template <class U>
 constexpr int64_t cost_of_both(int64_t rows, int64_t b, int64_t products) {
-  constexpr int64_t kTokens = 8 * U::kBeside;  // that meet a row while it adds 32 k
+  constexpr int64_t kTokens = 8 * U::kDotTokens;  // that meet a row while it adds 32 k
   const int64_t alone = rows * b;
   int64_t both = 0;
   if constexpr (kTokens > 0) both = alone < products / kTokens ? alone : products / kTokens;
@@ -239,7 +239,7 @@ constexpr int64_t cost_of_both(int64_t rows, int64_t b, int64_t products) {
 // where tokens fill few blocks.
 template <class U>
 inline TableCut cut_table_job(int64_t tokens, int64_t tiles, int64_t tile_rows) {
-  constexpr int64_t kGroup = U::kBeside == 0 ? 1 : U::kBeside;
+  constexpr int64_t kGroup = U::kDotTokens == 0 ? 1 : U::kDotTokens;
   const auto whole_groups = [](int64_t n) { return (n + kGroup - 1) / kGroup * kGroup; };
   const int64_t rows = tiles * tile_rows;
   TableCut best{{}, {}, 0, tokens * rows * U::kProductCost};
@@ -247,13 +247,13 @@ inline TableCut cut_table_job(int64_t tokens, int64_t tiles, int64_t tile_rows) 
     const int64_t room = b * U::kTokens, left = tokens < room ? 0 : tokens - room;
     const int64_t cost = cost_of_both<U>(rows, b, rows * whole_groups(left));
     if (cost <= best.cost) {
-      const int64_t beside = U::kBeside == 0 ? 0 : left;
+      const int64_t beside = U::kDotTokens == 0 ? 0 : left;
       best = {{0, tiles, 0, tokens - left},
               {0, tiles, tokens - left, beside},
               tokens - left + beside,
               cost};
     }
-    if (U::kBeside == 0 || left != 0) continue;
+    if (U::kDotTokens == 0 || left != 0) continue;
     const int64_t all = whole_groups(tokens), at_once = 8 * kGroup * b;
     const int64_t some = (tiles * all + (all + at_once) / 2) / (all + at_once);
     const int64_t cost_by_tiles =
@@ -301,16 +301,15 @@ inline int64_t for_table_parts(TableInput in, int64_t tokens, int64_t tiles, int
 // Tables want many rows for each building, and all of them before the next tokens. Sums with scales
 // of groups pass through L2 more often, so they are fewer.
 template <class U>
-ProductBlocking blocking_by_tables(int64_t tokens, int64_t rows, bool grouped) {
-  if (tokens < U::kFromTokens || rows < U::kFromRows) return {};
+ProductBlocking blocking_by_tables(int64_t tokens, bool grouped) {
   const int64_t blocks = tokens <= U::kTokens ? 1 : kTableBlocks;
   const int64_t most = (grouped ? kTableGroupRows : kTableRows) * (kTableBlocks / blocks);
   return {.tokens = table_call_tokens<U>(),
           .rows = most,
-          .claim_parts = 1,
+          .claim_fraction = 1,
           .token_multiple = U::kTokens,
           .tokens_outermost = true,
-          .finishes_sums = true,
-          .even_rows = true,
+          .kernel_stores = true,
+          .equal_row_parts = true,
           .scratch_bytes = table_scratch_bytes<U>(most + layout::kMostBlockRows, blocks)};
 }

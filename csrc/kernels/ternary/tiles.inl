@@ -1,6 +1,4 @@
-// The ternary product over tiles of the layouts for CPUs
-// (format/layout.h). Contract: tile_gemm in
-// kernel_table.h.
+// The ternary product over tiles of the layouts for CPUs (format/layout.h). Contract: products.h.
 //
 // A decoder D turns a k-step into D::kDots code vectors. The dot products of each with the tokens
 // are summed separately, and D::finish computes the sums of the D::kFields row groups from them. So

@@ -154,7 +154,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             status = _print_version()
         else:
             if argv is None:
-                os.environ.setdefault("BITNET_OPS_SPREAD", "1")  # a host process is asked first
+                from bitnet_ops import machine
+
+                machine.set_tuning("spread", "1")  # a host process is asked first
             read_affinity()
             importlib.import_module("bitnet_ops.ops")  # torch and the op library, before Ctrl-C
             if argv is None:

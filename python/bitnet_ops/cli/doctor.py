@@ -4,7 +4,8 @@
 nothing outside its process, and measures nothing but what the first prompt would (`bitnet-ops
 bench` measures).
 `--check-amx` holds the CPU's tile products against the model that every other instruction set
-follows, and does nothing else.
+follows, and does nothing else. `--products MODEL` prints which product each matrix of a model takes
+and into what its work is cut.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _COLUMNS = 100
 _LABEL = 10
 # of each kind of operand and instruction: some ten million outputs in a few seconds
 _AMX_PRODUCTS = 2000
+_STEP_TOKENS = (1, 4, 16, 64, 512)  # whose products are shown
 _PAIRS = "vdpbf16ps"  # attention over bfloat16 caches uses it where it adds as its model
 
 Facts = dict[str, Any]
@@ -51,12 +53,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only compare AMX's products with their model over random operands; exit status 1 "
         "when one differs or there is no AMX to ask",
     )
+    parser.add_argument(
+        "--products",
+        metavar="MODEL",
+        help="only print which product the matrices of a converted model take here, by the tokens "
+        "of a step",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; 1 when the package cannot work as the environment is set, else 0."""
     if args.check_amx:
         return _check_amx(args.json)
+    if args.products is not None:
+        return _print_products(args.products, args.json)
     facts = collect()
     print_result(facts, render(facts), as_json=args.json)
     return 1 if any(problem["severity"] == "error" for problem in facts["problems"]) else 0
@@ -87,6 +97,47 @@ def _amx_answer(row: Facts) -> str:
         rest = "it is not used here" if row["instruction"] == _PAIRS else row["first_difference"]
         return f"{row['different']} of {row['outputs']} outputs differ; {rest}"
     return f"{row['outputs']} outputs, all as in the model"
+
+
+def _print_products(model: str, as_json: bool) -> int:
+    """Which product each shape of a model's matrices takes, in both layouts for CPUs; 0."""
+    import torch
+
+    from bitnet_ops.formats import sglbitnt
+    from bitnet_ops.loading.resolve import resolve
+    from bitnet_ops.loading.weight_choice import Matrices
+
+    file = resolve(model, convert=False).file
+    reader = sglbitnt.Reader(file, check_codes=False)
+    matrices = Matrices.of_tensors(reader.tensors.values())
+    threads, grouped = torch.get_num_threads(), matrices.group_size != 0
+    rows: list[Facts] = []
+    for layout in ("2bit", "1.6bit"):
+        for n, k in sorted(set(matrices.shapes)):
+            plans = [
+                {"tokens": t, **_runtime.product_plan(layout, n, k, t, threads, grouped)}
+                for t in _STEP_TOKENS
+            ]
+            rows.append({"layout": layout, "rows": n, "columns": k, "plans": plans})
+    found = {"model": str(file), "isa": _runtime.isa(), "threads": threads, "products": rows}
+    lines = [
+        _line("model", str(file)),
+        _line(
+            "products", f"of {found['isa']} on {counted(threads, 'thread')}, by tokens of a step;"
+        ),
+        _line("", "blocks of tokens x parts of K x parts of rows, where they are several"),
+    ]
+    for row in rows:
+        said = ", ".join(f"{plan['tokens']}: {_plan_text(plan)}" for plan in row["plans"])
+        lines.append(_line(row["layout"], f"{row['rows']} x {row['columns']}   {said}"))
+    print_result(found, lines, as_json=as_json)
+    return 0
+
+
+def _plan_text(plan: Facts) -> str:
+    cuts = [plan[name] for name in ("token_blocks", "k_parts", "row_parts")]
+    cut = "" if max(cuts) == 1 else f" ({' x '.join(map(str, cuts))})"
+    return f"{plan['algorithm']}{cut}"
 
 
 def collect() -> Facts:

@@ -1,13 +1,13 @@
 // Additions from tables need loads, products need multipliers, so one loop has both: beside every
 // row's lines of tables a k-step of a tile is multiplied with a few further tokens. Uses tiles.inl
-// and table_lines.inl.
+// and row_indices.inl.
 
 // Tokens [token, token + tokens) of tiles [tile, tile + tiles).
 struct TilePart {
   int64_t tile, tiles, token, tokens;
 };
 
-// What a table product needs of a TileJob or a GroupJob.
+// What a table product needs of a job.
 struct TableInput {
   const uint8_t* tiles;
   int64_t tile_bytes, k_steps;
@@ -153,9 +153,9 @@ template <class U, class D, int T, bool kRows, bool kFirst>
 // Rows by tables, and what is multiplied meanwhile. Here nothing is: registers or multipliers do
 // not suffice for both.
 template <class U, class D, class F>
-struct Meanwhile {
+struct InterleavedDot {
   static constexpr int64_t scratch_bytes(int64_t) { return 0; }
-  Meanwhile(const TableInput&, const F&, char*) {}
+  InterleavedDot(const TableInput&, const F&, char*) {}
   // sums[row] (+)= a line of each table.
   template <bool kFirst>
   void add_rows(const uint16_t* lines, const int16_t* tables, int64_t rows, int16_t* sums) {
@@ -165,19 +165,19 @@ struct Meanwhile {
   void finish() {}
 };
 
-// Here it is in.beside, kBeside tokens at a time with one tile after the other. F says what becomes
-// of sums, folds.take(sums, tile, token, tokens, step), after every `run_steps` k-steps of a tile
-// and at its end; `step` is the first of them.
+// Here it is in.beside, kDotTokens tokens at a time with one tile after the other. F says what
+// becomes of sums, folds.take(sums, tile, token, tokens, step), after every `run_steps` k-steps of
+// a tile and at its end; `step` is the first of them.
 template <class U, class D, class F>
-  requires(U::kBeside > 0)
-class Meanwhile<U, D, F> {
+  requires(U::kDotTokens > 0)
+class InterleavedDot<U, D, F> {
  public:
-  static constexpr int T = U::kBeside;
+  static constexpr int T = U::kDotTokens;
   static constexpr int64_t scratch_bytes(int64_t k_steps) {
     return k_steps * ((D::kDecoded ? D::kBytes : 0) + T * layout::kTileStepK);
   }
 
-  Meanwhile(const TableInput& in, const F& folds, char* scratch)
+  InterleavedDot(const TableInput& in, const F& folds, char* scratch)
       : in_(in),
         folds_(folds),
         last_(reinterpret_cast<int8_t*>(scratch)),

@@ -61,8 +61,8 @@ template <class U, class F>
 // Rows of `tiles` tiles: the lines of k-steps [0, 8) to lines[place][8], those of the next eight to
 // lines[rows + place][8]. A line's number is in units of 8 bytes, as an address takes it.
 template <class U, class D>
-[[gnu::noinline]] void find_lines(const uint8_t* w, int64_t tile_bytes, int64_t tiles, int64_t rows,
-                                  uint16_t* lines) {
+[[gnu::noinline]] void find_row_indices(const uint8_t* w, int64_t tile_bytes, int64_t tiles,
+                                        int64_t rows, uint16_t* lines) {
   constexpr int kUnits = U::kTokens * 2 / 8;
   constexpr int64_t kSpanBytes = 2 * kTablesAtOnce * kStepBytes;
   for (int64_t i = 0; i < tiles; ++i, w += tile_bytes) {

@@ -1,0 +1,64 @@
+// Which algorithm of the kernels' list makes a product, and into how many units its work is cut:
+// decided here alone, by the shape. Every choice gives the same bits.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "kernels/kernel_table.h"
+
+namespace bitnet::engine {
+
+// How a product is made. token_blocks 0: as `blocking` says, which is best for one thread. A part
+// of K has at least 64 k, or the smallest number of k that the matrix unit takes.
+struct ProductPlan {
+  const ProductAlgorithm* algorithm = nullptr;  // of the cut; calls of other shapes may take others
+  ProductBlocking blocking = {};
+  int64_t token_blocks = 0, k_parts = 1;
+  int64_t row_parts = 1;        // of an algorithm that wants equal parts of all rows, at least
+  int64_t cells = 0, sums = 0;  // sizes of PartSums, if there is more than one part of K
+
+  bool by_tables() const { return blocking.scratch_bytes != 0; }
+};
+
+// Of a job's call, without memory.
+ProductShape shape_of(const ProductJob& job);
+
+// The first row of the list that is usual for the shape.
+const ProductAlgorithm& algorithm_for(const KernelTable& table, const ProductShape& shape);
+
+// The algorithm, and the coarsest cut that has enough units for all threads to end together. Blocks
+// get fewer tokens first; then K is cut.
+ProductPlan plan_product(const KernelTable& table, const ProductShape& shape, int64_t threads);
+
+// The same of one matrix of whole rows, in any layout.
+ProductPlan plan_matrix(const KernelTable& table, layout::WeightFormat format, int64_t n_rows,
+                        int64_t k, bool grouped, int64_t tokens, int64_t threads);
+
+// Tokens of a tile in which products of tiles without scales of groups want so many tokens; 0: in
+// row-major order.
+int64_t token_tile(const KernelTable& table, int64_t tokens, int64_t k);
+
+// The row of that name; null: the list has none.
+const ProductAlgorithm* find_algorithm(const KernelTable& table, std::string_view name);
+
+// The names of all rows of this build's lists.
+std::vector<std::string> product_names();
+
+// The row that a person wants taken wherever it can be (BITNET_OPS_TUNING=product=name); empty:
+// none. Throws std::runtime_error where the name is in no list.
+const std::string& forced_product();
+
+// The row whose products need memory; null: the list has none.
+const ProductAlgorithm* tables_of(const KernelTable& table);
+
+// Tokens of a block when they are cut into about so many, in whole tiles.
+int64_t tokens_of_block(int64_t tokens, int64_t blocks, int64_t tile);
+
+// A part of K is of at most so many tokens: 32 tokens' sums of a row block stay in L1 beside the
+// rest.
+inline constexpr int64_t kMaxPartTokens = 32;
+
+}  // namespace bitnet::engine
