@@ -105,7 +105,7 @@ class Decoder(Tracked):
         dtype: of what the layers compute on, float32 or bfloat16; the residual stays float32.
         head_format: of the output head, and of the embedding tied to it: one of HEAD_FORMATS.
             "stored" shares the tensor as it is.
-        fused_step: run tokens through the one op model_step instead of an op for every part of a
+        fused_step: run tokens through the one op run_program instead of an op for every part of a
             layer; the results are the same bit for bit.
     """
 
@@ -224,7 +224,7 @@ class Decoder(Tracked):
         grow by T once everything is computed; after an error they are what they were. `adapter`:
         the name of the sequences' LoRA adapter (`add_adapter`), the same for all tokens of a
         cache. `largest` > 0: only so many largest logits of each token are wanted, or with `draws`
-        float64 [rows of logits, 2] those that `ops.model_step` says; others may be -inf. Raises
+        float64 [rows of logits, 2] those that `ops.run_program` says; others may be -inf. Raises
         ValueError on another shape, dtype, batch, id or name, CacheCapacityError without room.
         """
         cache, batch = self._batch_over(input_ids, cache, logits_to_keep, adapter, largest, draws)
