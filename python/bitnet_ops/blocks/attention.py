@@ -70,12 +70,11 @@ class Attention(Block):
             rows.append(Buffer("key_bounds", "page", (heads, 2 * dim), "bfloat16"))
         return tuple(rows)
 
-    def unread(self, line: Line, position: int) -> tuple[int, int]:
-        words = line.keys.keys() & set(POLICY_KEYS)
-        if "window" not in words:
-            return 0, 0
-        keys = tuple((key, line.integer(key)) for key in words)
-        return AttentionPolicy("window", keys).unread(position)
+    def reads(self, line: Line) -> AttentionPolicy:
+        if "window" not in line.keys:
+            return AttentionPolicy("all", ())
+        words = ("window", "sinks", "stride")
+        return AttentionPolicy("window", tuple((word, line.integer(word)) for word in words))
 
     def run(self, c: Ops, line: Line, number: int, x: Tensor) -> Tensor:
         dim, gated = line.integer("head_dim"), line.integer("output_gate")

@@ -121,7 +121,7 @@ class Decoder(Tracked):
         super().__init__()
         dtype = dtype_of(dtype, type(self).__name__)
         self.config, self.dtype, self.fused_step = config, dtype, fused_step
-        self._ropes = _ropes(config)
+        self._ropes, self._kv_layers = _ropes(config), kept_of(config)["key"].layers
         self.model = _Body(config, tensors, head_format)
         if not config.tie_word_embeddings:
             self.lm_head = _matrix(tensors, "lm_head.weight", head_format)
@@ -438,7 +438,7 @@ class Decoder(Tracked):
                 f"model: expected input_ids with the cache's {cache.batch} sequences, "
                 f"got {input_ids.shape[0]}"
             )
-        layers, own = cache.config.num_layers, kept_of(self.config)["key"].layers
+        layers, own = cache.config.num_layers, self._kv_layers
         if layers != own:
             raise ValueError(
                 f"model: expected a cache of {own} layers, got {layers}; make it from this model's "
