@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "engine/delta_net.h"
 #include "engine/program/plan.h"
 #include "format/layout.h"
 #include "runtime/pages.h"
