@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "engine/delta_net.h"
 #include "engine/program/plan.h"
 #include "format/layout.h"
 #include "runtime/pages.h"
@@ -167,14 +168,16 @@ struct Bench {
   RandomTensors tensors;
   engine::Program program;
   engine::Batch batch;
-  std::vector<float> x, logits, recurrent, inputs;
+  std::vector<float> x, logits;
+  std::vector<std::vector<float>> states;
+  std::vector<engine::KeptMemory> kept;
   std::vector<engine::StateStep> steps;
   std::vector<int64_t> query_start, lengths, blocks, positions, slots, logit_rows;
 
   Bench(const KernelTable& table, const Settings& s)
       : tensors(table, s.sizes.block), program(program_text(s), tensors, table) {
     cut(s);
-    if (program.state_layers() != 0) hold_states();
+    if (!program.kept().empty()) hold_states();
     Random random(4);
     for (int64_t i = 0; i < batch.tokens * s.sizes.hidden; ++i) x.push_back(random.unit());
     logits.resize(at(batch.logit_count * s.vocab));
@@ -183,13 +186,13 @@ struct Bench {
   }
 
   void hold_states() {
-    const engine::DeltaShape& shape = program.delta_shape();
-    const int64_t layers = program.state_layers(), sequences = batch.sequences.count;
-    batch.states = engine::DeltaStates::strides(shape, layers, 0);
-    recurrent.resize(at(sequences * batch.states.recurrent_slot));
-    inputs.resize(at(sequences * batch.states.inputs_slot));
-    batch.states.recurrent = recurrent.data();
-    batch.states.inputs = inputs.data();
+    const int64_t sequences = batch.sequences.count;
+    for (const engine::KeptBuffer& buffer : program.kept()) {
+      kept.push_back(engine::KeptMemory::of(buffer, 0, nullptr));
+      states.emplace_back(at(sequences * kept.back().slot));
+      kept.back().data = states.back().data();
+    }
+    batch.kept = kept.data();
     for (int64_t q = 0; q < sequences; ++q) steps.push_back({q, 0, 0});
     batch.state_steps = steps.data();
   }

@@ -148,17 +148,23 @@ BITNET_LIBRARY(m) {
   // handle -> nothing; it must not be used again
   m.def("release_program(Tensor program) -> ()");
   // The whole program on new tokens of any sequences: x float32 [tokens, K] embedded tokens, the
-  //   handle of the program, caches: key pool and value pool as for paged_attention with one more
-  //   dimension, the layers, before the others, and of int8 pools their scales (all mutated);
+  //   handle of the program; caches by name, all mutated: key and value, pools as for
+  //   paged_attention with one more dimension, the layers, before the others, of int8 pools
+  //   key_scale and value_scale, of a program that chooses pages key_bounds, and what its blocks
+  //   keep for sequences (engine/kept.h), of delta_net recurrent, inputs and kept; step by name:
   //   positions [tokens] for the rotation, slot_mapping [tokens], query_start_loc, seq_lens and
   //   block_table as there, logit_rows [r], r at most tokens: the tokens whose logits are wanted,
-  //   out_features: the program's vocab V, adapters [sequences]: the LoRA adapter of each, -1: none
-  //   of a program with blocks delta_net three tensors more in caches, as `states` of delta_net,
-  //   and state_steps as there
+  //   and maybe adapters [sequences]: the LoRA adapter of each, -1: none; state_steps as delta_net;
+  //   draws float64 [r, 2]: temperature and uniform of a row; out_features: the program's vocab V
   //   largest: only so many largest logits of a row are wanted, lower ids first among equals, so
-  //   that those of other tokens may be -infinity; 0: all; draws float64 [r, 2]: temperature and
-  //   uniform of a row; above temperature 0 only the logit of the token that is drawn is wanted
+  //   that those of other tokens may be -infinity; 0: all; above temperature 0 only the logit of
+  //   the token that is drawn is wanted
   //   -> logits float32 [r, V]; of a head without a matrix V is K: the rows behind the last norm
+  m.def(
+      "run_program(Tensor x, Tensor program, str cache_names, Tensor(a!)[] caches, str step_names, "
+      "Tensor[] step, int out_features, str layout=\"rows\", int largest=0) -> Tensor");
+  // run_program in the form of 0.1: caches by their places, in the order above, the parts of a step
+  //   as arguments of their own
   m.def(
       "model_step(Tensor x, Tensor program, Tensor(a!)[] caches, Tensor positions, Tensor "
       "slot_mapping, Tensor query_start_loc, Tensor seq_lens, Tensor block_table, Tensor "

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "engine/kept.h"
 #include "engine/kv_cache.h"
 #include "kernels/kernel_table.h"
 
@@ -29,6 +30,12 @@ struct DeltaShape {
   int64_t state_floats() const { return value_heads * slabs() * slab_floats(); }
   // What a slab keeps of a draft: k, e, decay.
   int64_t kept_floats() const { return key_dim + kStateColumns + 16; }
+  // What a sequence keeps, in the order of DeltaStates.
+  std::vector<KeptBuffer> buffers() const {
+    return {{"recurrent", {value_heads, slabs(), key_dim, kStateColumns}},
+            {"inputs", {channels()}, taps - 1},
+            {"kept", {value_heads, slabs(), kept_floats()}, 0}};
+  }
   bool operator==(const DeltaShape&) const = default;
 };
 
@@ -40,42 +47,19 @@ struct DeltaWeights {
 // What the memory of a unit is made for: features of a head's keys, and taps.
 inline constexpr int64_t kMostKeyDim = 256, kMostTaps = 8;
 
-// The states of one layer in all slots, float32; `of` gives another layer's. *_slot, *_layer:
-// floats from one slot, and from one layer, to the next.
+// The states of one layer in all slots, float32. *_slot: floats from one slot to the next.
 //   recurrent  [value_heads][slabs][key_dim][kStateColumns]
 //   inputs     [taps - 1 + drafts][channels], the last inputs of the convolution, oldest first
 //   kept       [drafts][value_heads][slabs][kept_floats]
 struct DeltaStates {
   float *recurrent, *inputs, *kept;
   int64_t recurrent_slot, inputs_slot, kept_slot;
-  int64_t recurrent_layer, inputs_layer, kept_layer;
 
-  // The strides of such memory, contiguous, with room for so many drafts; pointers are null.
-  static DeltaStates strides(const DeltaShape& shape, int64_t layers, int64_t drafts) {
-    DeltaStates states{};
-    states.recurrent_layer = shape.state_floats();
-    states.inputs_layer = (shape.taps - 1 + drafts) * shape.channels();
-    states.kept_layer = drafts * shape.value_heads * shape.slabs() * shape.kept_floats();
-    states.recurrent_slot = layers * states.recurrent_layer;
-    states.inputs_slot = layers * states.inputs_layer;
-    states.kept_slot = layers * states.kept_layer;
-    return states;
+  // Of a layer of DeltaShape::buffers().
+  static DeltaStates of(const KeptMemory* buffers, int64_t layer) {
+    const auto at = [&](int i) { return buffers[i].data + layer * buffers[i].layer; };
+    return {at(0), at(1), at(2), buffers[0].slot, buffers[1].slot, buffers[2].slot};
   }
-  DeltaStates of(int64_t layer) const {
-    DeltaStates states = *this;
-    states.recurrent += layer * recurrent_layer;
-    states.inputs += layer * inputs_layer;
-    states.kept += layer * kept_layer;
-    return states;
-  }
-};
-
-// What a sequence's state is and becomes. The state in a slot is that behind the tokens that are
-// certain; of the drafts behind them it keeps what is needed to follow any number of them. So a
-// step begins with the drafts that were right, `replays`, then takes its own tokens, the last
-// `drafts` of which may turn out wrong. A sequence at position 0 begins without a state.
-struct StateStep {
-  int64_t slot, replays, drafts;
 };
 
 // Rows of one token; q and k are normalised, queries divided by sqrt(key_dim).

@@ -69,7 +69,7 @@ class Mutated {
     const char *begin, *end;
     const char* argument;
   };
-  Span spans_[8];
+  Span spans_[16];
   int count_ = 0;
 };
 

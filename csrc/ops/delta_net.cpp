@@ -64,7 +64,8 @@ Tensor delta_net(const Tensor& qkv_in, const Tensor& a_in, const Tensor& b_in, c
   if (states.size() != 3)
     check.fail("states", "of recurrent states, inputs and kept drafts",
                std::to_string(states.size()) + " tensors");
-  const StatePool pool(check, states[0], states[1], states[2], shape, -1);
+  const StatePool pool(check, shape.buffers(), {&states[0], &states[1], &states[2]},
+                       {"states[0] (recurrent)", "states[1] (inputs)", "states[2] (kept)"});
   if (!(layer >= 0 && layer < pool.layers))
     check.fail("layer", "in [0, " + std::to_string(pool.layers) + ")", std::to_string(layer));
   PagedBatch sequences;
@@ -83,7 +84,8 @@ Tensor delta_net(const Tensor& qkv_in, const Tensor& a_in, const Tensor& b_in, c
   Tensor out = empty({tokens, shape.values()}, ScalarType::Float);
   if (steps.empty()) return out;
   const engine::DeltaNet net(shape, {data<float>(conv), data<float>(a_log), data<float>(dt_bias)});
-  engine::delta_net(net, sequences.view(), steps.data(), pool.first().of(layer),
+  engine::delta_net(net, sequences.view(), steps.data(),
+                    engine::DeltaStates::of(pool.memory(), layer),
                     {tokens == 0 ? nullptr : qkv.const_data_ptr(), dtype_of(qkv), nullptr, nullptr,
                      nullptr, mutable_data<float>(out)},
                     data<float>(a), data<float>(b));

@@ -9,6 +9,7 @@
 #include "format/layout.h"
 #include "ops/group_scales.h"
 #include "ops/head_view.h"
+#include "ops/named.h"
 #include "ops/register.h"
 #include "ops/weight_view.h"
 
@@ -165,16 +166,6 @@ struct Registry {
 Registry& registry() {
   static auto* const all = new Registry;
   return *all;
-}
-
-std::vector<std::string> lines_of(const std::string& text) {
-  std::vector<std::string> lines;
-  for (size_t begin = 0; begin < text.size();) {
-    const size_t end = std::min(text.find('\n', begin), text.size());
-    lines.push_back(text.substr(begin, end - begin));
-    begin = end + 1;
-  }
-  return lines;
 }
 
 int64_t number_of(const Check& check, const Tensor& handle) {

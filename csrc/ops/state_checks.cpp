@@ -6,40 +6,41 @@
 
 namespace bitnet::ops {
 
-StatePool::StatePool(const Check& check, const Tensor& recurrent, const Tensor& inputs,
-                     const Tensor& kept, const engine::DeltaShape& shape, int64_t expected_layers)
-    : recurrent_(recurrent), inputs_(inputs), kept_(kept) {
-  for (const auto& [t, name, dims] :
-       {std::tuple(&recurrent, "states[0] (recurrent)", 6),
-        std::tuple(&inputs, "states[1] (inputs)", 4), std::tuple(&kept, "states[2] (kept)", 6)}) {
-    check.dtype(*t, name, ScalarType::Float);
-    check.dim(*t, name, dims);
-    check.contiguous(*t, name);
+StatePool::StatePool(const Check& check, std::vector<engine::KeptBuffer> buffers,
+                     std::vector<const Tensor*> tensors, std::vector<std::string> names)
+    : tensors_(std::move(tensors)), names_(std::move(names)) {
+  int64_t fewest = -1;  // rows of a buffer, which tells how many drafts there is room for
+  drafts = 0;
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    const Tensor& t = *tensors_[i];
+    const int64_t rows = buffers[i].rows;
+    check.dtype(t, names_[i].c_str(), ScalarType::Float);
+    check.dim(t, names_[i].c_str(),
+              2 + static_cast<int64_t>(rows >= 0) + static_cast<int64_t>(buffers[i].shape.size()));
+    check.contiguous(t, names_[i].c_str());
+    if (rows < 0 || (fewest >= 0 && rows >= fewest)) continue;
+    fewest = rows;
+    drafts = std::max(t.size(2) - rows, int64_t{0});
   }
-  slots = recurrent.size(0);
-  layers = expected_layers < 0 ? recurrent.size(1) : expected_layers;
-  drafts = kept.size(2);
-  const int64_t heads = shape.value_heads, slabs = shape.slabs();
-  check.shape(recurrent, "states[0] (recurrent)",
-              {slots, layers, heads, slabs, shape.key_dim, kStateColumns});
-  check.shape(inputs, "states[1] (inputs)",
-              {slots, layers, shape.taps - 1 + drafts, shape.channels()});
-  check.shape(kept, "states[2] (kept)", {slots, layers, drafts, heads, slabs, shape.kept_floats()});
-  const auto floats = [](const Tensor& t) {
-    return t.numel() == 0 ? nullptr : static_cast<float*>(t.mutable_data_ptr());
-  };
-  first_ = engine::DeltaStates::strides(shape, layers, drafts);
-  first_.recurrent = floats(recurrent);
-  first_.inputs = floats(inputs);
-  first_.kept = floats(kept);
+  slots = tensors_[0]->size(0);
+  layers = buffers[0].layers == 0 ? tensors_[0]->size(1) : buffers[0].layers;
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    engine::KeptBuffer& buffer = buffers[i];
+    if (buffer.layers == 0) buffer.layers = layers;
+    Shape expected{slots, buffer.layers};
+    if (buffer.rows >= 0) expected.push_back(buffer.rows + drafts);
+    for (const int64_t size : buffer.shape) expected.push_back(size);
+    const Tensor& t = *tensors_[i];
+    check.shape(t, names_[i].c_str(), expected);
+    memory_.push_back(engine::KeptMemory::of(
+        buffer, drafts, t.numel() == 0 ? nullptr : static_cast<float*>(t.mutable_data_ptr())));
+  }
 }
 
 void StatePool::add_to(const Check& check, Mutated& mutated) const {
-  for (const auto& [t, name] :
-       {std::pair(&recurrent_, "states[0] (recurrent)"), std::pair(&inputs_, "states[1] (inputs)"),
-        std::pair(&kept_, "states[2] (kept)")}) {
-    mutated.keep_apart(check, *t, name);
-    mutated.add(*t, name);
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    mutated.keep_apart(check, *tensors_[i], names_[i].c_str());
+    mutated.add(*tensors_[i], names_[i].c_str());
   }
 }
 

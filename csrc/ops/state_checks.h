@@ -1,33 +1,34 @@
-// What an op with recurrent states checks of them, and of what a step does to each sequence's.
+// What an op with states of sequences checks of them, and of what a step does to each sequence's.
 #pragma once
 
+#include <string>
 #include <vector>
 
-#include "engine/delta_net.h"
+#include "engine/kept.h"
+#include "engine/kv_cache.h"
 #include "ops/cache_checks.h"
 
 namespace bitnet::ops {
 
-// The states of all slots and layers, float32 and contiguous (engine/delta_net.h, DeltaStates):
-// recurrent [slots, layers, value_heads, slabs, key_dim, 32], inputs [slots, layers, taps - 1 +
-// drafts, channels], kept [slots, layers, drafts, value_heads, slabs, kept_floats]. In memory of
-// their own.
+// The buffers of all slots, float32 and contiguous, [slots, layers, ...] as engine::KeptBuffer
+// says, in memory of their own.
 class StatePool {
  public:
-  // Three tensors that stay; `layers` of them, -1: as many as there are.
-  StatePool(const Check& check, const Tensor& recurrent, const Tensor& inputs, const Tensor& kept,
-            const engine::DeltaShape& shape, int64_t layers);
+  // Tensors that stay, one for each buffer, and how messages call them. A buffer of 0 layers has as
+  // many as the first tensor.
+  StatePool(const Check& check, std::vector<engine::KeptBuffer> buffers,
+            std::vector<const Tensor*> tensors, std::vector<std::string> names);
 
-  // Of the first layer.
-  engine::DeltaStates first() const { return first_; }
-  int64_t layers, slots, drafts;
+  const engine::KeptMemory* memory() const { return memory_.data(); }
+  int64_t slots, layers, drafts;
 
-  // Each of the three apart from what is written besides it.
+  // Each of them apart from what is written besides it.
   void add_to(const Check& check, Mutated& mutated) const;
 
  private:
-  const Tensor &recurrent_, &inputs_, &kept_;
-  engine::DeltaStates first_{};
+  std::vector<const Tensor*> tensors_;
+  std::vector<std::string> names_;
+  std::vector<engine::KeptMemory> memory_;
 };
 
 // int64 [sequences, 3]: slot, replays, drafts of each (engine::StateStep), copied, then checked.

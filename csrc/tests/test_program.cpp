@@ -97,7 +97,9 @@ struct Model {
   PlainTensors tensors;
   std::unique_ptr<Program> program;
   engine::Batch batch;
-  std::vector<float> keys, values, x, recurrent, inputs, kept_drafts;
+  std::vector<float> keys, values, x;
+  std::vector<std::vector<float>> states;
+  std::vector<engine::KeptMemory> kept;
   std::vector<engine::StateStep> state_steps;
   std::vector<int64_t> adapters, query_start, lengths, blocks, positions, slots, logit_rows;
 
@@ -177,17 +179,16 @@ struct Model {
   // Noise in every slot. The first sequence follows a draft and, of more tokens than one, ends with
   // two; the second one begins with its state as it is, and its token is a draft.
   void begin_states() {
-    if (program->state_layers() == 0) return;
-    const engine::DeltaShape& shape = program->delta_shape();
     constexpr int64_t kSlots = 3, kDrafts = 2;
     PlainTensors random(scalar_table(), 33);
-    batch.states = engine::DeltaStates::strides(shape, 1, kDrafts);
-    recurrent = random.some(kSlots * batch.states.recurrent_slot, 0.0f);
-    inputs = random.some(kSlots * batch.states.inputs_slot, 0.0f);
-    kept_drafts = random.some(kSlots * batch.states.kept_slot, 0.0f);
-    batch.states.recurrent = recurrent.data();
-    batch.states.inputs = inputs.data();
-    batch.states.kept = kept_drafts.data();
+    states.clear();
+    kept.clear();
+    for (const engine::KeptBuffer& buffer : program->kept()) {
+      kept.push_back(engine::KeptMemory::of(buffer, kDrafts, nullptr));
+      states.push_back(random.some(kSlots * kept.back().slot, 0.0f));
+      kept.back().data = states.back().data();
+    }
+    batch.kept = kept.data();
     state_steps = {{2, 1, batch.tokens > 2 ? 2 : 0}, {0, 0, 1}};
     batch.state_steps = state_steps.data();
   }
@@ -241,9 +242,7 @@ void same_on_every_number_of_threads(const KernelTable& table, int64_t tokens, i
       CHECK(equal(model.step(state, id), expected), "other logits");
       if (block_size != kCapacity) continue;
       CHECK(equal(model.keys, alone.keys) && equal(model.values, alone.values), "other caches");
-      CHECK(equal(model.recurrent, alone.recurrent) && equal(model.inputs, alone.inputs) &&
-                equal(model.kept_drafts, alone.kept_drafts),
-            "other states");
+      CHECK(std::ranges::equal(model.states, alone.states, equal), "other states");
       // Again by the same plan, which adapters make anew.
       const int64_t built = state.built;
       CHECK(equal(model.step(state, id), expected), "other logits at the second step");

@@ -25,7 +25,7 @@ from op_values import (
 from ops_attention import OF_KV_TYPES, cache_memory
 from ops_delta import random_states
 from ops_paged import batch_of, paged
-from programs import DELTA, PROJECTIONS, delta_sizes, interpret, of, program
+from programs import DELTA, PROJECTIONS, Step, delta_sizes, interpret, of, program
 
 
 def model_step_arguments(
@@ -83,8 +83,51 @@ def _state_steps(g: torch.Generator, new: tuple[int, ...], lengths: tuple[int, .
     return torch.tensor(steps, dtype=torch.int64).view(-1, 3)
 
 
+def caches_by_name(a: Any) -> dict[str, Tensor]:
+    """The caches of model_step, which have places, by the names of run_program."""
+    kept = ("recurrent", "inputs", "kept") if of(a.program).lines_of("delta_net") else ()
+    pools = ("key", "value", "key_scale", "value_scale")[: len(a.caches) - len(kept)]
+    return dict(zip((*pools, *kept), a.caches, strict=True))
+
+
+def step_by_name(a: Any) -> dict[str, Tensor]:
+    given = ((name, getattr(a, name)) for name in STEP)
+    return {name: tensor for name, tensor in given if tensor is not None}
+
+
+STEP = (
+    *("positions", "slot_mapping", "query_start_loc", "seq_lens", "block_table", "logit_rows"),
+    *("adapters", "state_steps", "draws"),
+)
+
+
 def model_step(o: Any, a: Any) -> Tensor:
-    return interpret(o, a)
+    step = Step(a.x, a.program, caches_by_name(a), step_by_name(a), a.layout)
+    return interpret(o, step)
+
+
+def run_program(o: Any, a: Any) -> Tensor:
+    caches = dict(zip(a.cache_names.split("\n"), a.caches, strict=True))
+    step = dict(zip(a.step_names.split("\n"), a.step, strict=True))
+    return interpret(o, Step(a.x, a.program, caches, step, a.layout))
+
+
+def requested(args: Arguments) -> Arguments:
+    """What run_program takes in the place of arguments of model_step."""
+    a = bound("model_step", args, {})
+    caches, step = caches_by_name(a), step_by_name(a)
+    return positional(
+        "run_program",
+        x=a.x,
+        program=a.program,
+        cache_names="\n".join(caches),
+        caches=[*caches.values()],
+        step_names="\n".join(step),
+        step=[*step.values()],
+        out_features=a.out_features,
+        layout=a.layout,
+        largest=a.largest,
+    )
 
 
 def model_step_bound(args: Arguments, expected: Tensor) -> Tensor:
@@ -96,14 +139,26 @@ def model_step_bound(args: Arguments, expected: Tensor) -> Tensor:
     are compared, their values came through one layer less.
     """
     a = bound("model_step", args, {})
-    sample, hidden = of(a.program), a.x.shape[-1]
+    return _bound(a.x, a.program, a.caches, int(a.seq_lens.max()) if len(a.seq_lens) else 0,
+                  expected)  # fmt: skip
+
+
+def run_program_bound(args: Arguments, expected: Tensor) -> Tensor:
+    a = bound("run_program", args, {})
+    lengths = a.step[a.step_names.split("\n").index("seq_lens")]
+    return _bound(a.x, a.program, a.caches, int(lengths.max()), expected)
+
+
+def _bound(
+    x: Tensor, handle: Tensor, caches: list[Tensor], length: int, expected: Tensor
+) -> Tensor:
+    sample, hidden = of(handle), x.shape[-1]
     head, head_scale = sample.tensors.get("embed.weight"), sample.tensors.get("embed.scale")
     widths = [int(line["width"]) for line in sample.lines_of("mlp")]
-    length = int(a.seq_lens.max()) if len(a.seq_lens) else 0
     steps = 4 * rms_norm_error(hidden + max(widths, default=0)) + 2 * sum_error(length) + 40 * U
     deltas = len(sample.lines_of("delta_net"))
-    relative = steps * 10.0 ** (2 * (a.caches[0].shape[0] + deltas))
-    if deltas and any(expected.shape == state.shape for state in a.caches[-3:]):
+    relative = steps * 10.0 ** (2 * (caches[0].shape[0] + deltas))
+    if deltas and any(expected.shape == state.shape for state in caches[-3:]):
         # of inputs of the convolution, and of keys of length 1; a state sums up some tokens
         return 4 * relative * expected.double().abs().max().expand(expected.shape)
     if expected.dim() == 5:  # a cache; a rotation mixes two elements
@@ -389,13 +444,13 @@ _STATES_REJECTIONS: Rejections = [
     (_state_step(0, 2, 2), "state_steps", "drafts from 0 to 1, got 2 for sequence 0"),
     (_of_states(lambda s: []), "caches", "a program's states three tensors more, got 2 tensors"),
     (_of_states(lambda s: s[:2]), "caches", "three tensors more, got 4 tensors"),
-    (_of_states(lambda s: [s[0][:, :0], *s[1:]]), "states[0] (recurrent)", "of shape [5, 1, 2, 1"),
-    (_of_states(lambda s: [s[0].double(), *s[1:]]), "states[0] (recurrent)", "of dtype float32"),
-    (_of_states(lambda s: [s[0], strided(s[1]), s[2]]), "states[1] (inputs)", "contiguous"),
-    (_of_states(lambda s: [*s[:2], s[2][:4]]), "states[2] (kept)", "of shape [5, 1, 3, 2, 1, 80]"),
+    (_of_states(lambda s: [s[0][:, :0], *s[1:]]), "recurrent", "of shape [5, 1, 2, 1"),
+    (_of_states(lambda s: [s[0].double(), *s[1:]]), "recurrent", "of dtype float32"),
+    (_of_states(lambda s: [s[0], strided(s[1]), s[2]]), "inputs", "contiguous"),
+    (_of_states(lambda s: [*s[:2], s[2][:4]]), "kept", "of shape [5, 1, 3, 2, 1, 80]"),
     (
         _of_states(lambda s: [s[0], s[0].view(-1)[: s[1].numel()].view(s[1].shape), s[2]]),
-        "states[1] (inputs)", "in its own memory",
+        "inputs", "in its own memory",
     ),
 ]  # fmt: skip
 
@@ -455,6 +510,90 @@ spec(
     ),
     huge={"int4": lambda g: _step_call(g, head=("int4", 64))},
 )
+
+
+# run_program: the same checks of the same tensors, beside those of names.
+
+
+def _step_call_by_name(g: torch.Generator, **sizes: Any) -> Named:
+    return named("run_program", requested(model_step_arguments(g, **sizes)))
+
+
+def _replaced(argument: str, name: str, other: str | None) -> dict[str, Any]:
+    """A tensor of `caches` or `step` under another name, or left out."""
+    names = f"{argument.removesuffix('s')}_names"
+
+    def kept(a: Named) -> list[tuple[str, Tensor]]:
+        rows = zip(a[names].split("\n"), a[argument], strict=False)
+        return [(other or n if n == name else n, t) for n, t in rows if other or n != name]
+
+    return {
+        argument: lambda a: [tensor for _, tensor in kept(a)],
+        names: lambda a: "\n".join(
+            n if n != name else str(other) for n in a[names].split("\n") if other or n != name
+        ),
+    }
+
+
+def _of_step(name: str, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    def changed(a: Named) -> list[Tensor]:
+        rows = zip(a["step_names"].split("\n"), a["step"], strict=True)
+        return [change(tensor) if n == name else tensor for n, tensor in rows]
+
+    return {"step": changed}
+
+
+_RUN_REJECTIONS: Rejections = [
+    *(row for row in _MODEL_STEP_REJECTIONS if row[0].keys() <= {"x", "program", "out_features",
+                                                                 "layout", "largest"}),
+    (_replaced("caches", "key", None), "caches", "with a tensor named key, got none"),
+    (_replaced("caches", "value", "key"), "caches", "all different, got key twice"),
+    (_replaced("caches", "value", "values"), "caches", "with a tensor named value, got none"),
+    ({"cache_names": lambda a: a["cache_names"] + "\nmore"}, "caches", "tensors, got"),
+    ({"caches": lambda a: a["caches"][:1]}, "caches", "with a name for each of its 1 tensors"),
+    ({"caches": lambda a: [a["caches"][0].double(), *a["caches"][1:]]}, "key_pool", OF_KV_TYPES),
+    (
+        {"caches": lambda a: [*a["caches"], a["caches"][0]],
+         "cache_names": lambda a: a["cache_names"] + "\nnobody"},
+        "caches", "names that the program and the op know, got nobody",
+    ),
+    (_replaced("step", "positions", None), "step", "with a tensor named positions, got none"),
+    (_replaced("step", "positions", "position"), "step", "with a tensor named positions, got none"),
+    ({"step_names": lambda a: ""}, "step", "tensors, got 0 names"),
+    (
+        {"step": lambda a: [*a["step"], a["step"][0]],
+         "step_names": lambda a: a["step_names"] + "\nfuture"},
+        "step", "names that the program and the op know, got future",
+    ),
+    (_of_step("positions", lambda t: t - 9), "positions", "at least 0, got -3"),
+    (_of_step("logit_rows", lambda t: t + 9), "logit_rows", "rows in [0, 6), got 9"),
+    (_of_step("block_table", lambda t: t + 8), "block_table", "of blocks in [0, 8)"),
+]  # fmt: skip
+
+spec(
+    run_program,
+    composed=True,
+    samples=lambda: (
+        (name, lambda g, e=extras: requested(model_step_arguments(g, layers=2, **e)))
+        for name, extras in EXTRAS.items()
+        if name in ("hybrid", "everything")
+    ),
+    large=[lambda g: requested(model_step_arguments(g, new=(1, 40, 1), lengths=(300, 40, 1)))],
+    calls={
+        "": Call(_step_call_by_name, _RUN_REJECTIONS),
+        "states": Call(
+            lambda g, **s: _step_call_by_name(g, layers=2, delta_layers=(0,), **s),
+            [*_RUN_REJECTIONS,
+             (_replaced("caches", "kept", None), "caches", "with a tensor named kept, got none"),
+             (_replaced("step", "state_steps", None), "state_steps", "of a program with states")],
+        ),
+    },
+    bound=run_program_bound,
+    mutates=frozenset({"caches"}),
+    overlapping=lambda g, dtype: requested(model_step_arguments(
+        g, cache_dtype=dtype, head=("int8", 128), adapters=(0, 1, -1), layers=2, delta_layers=(1,)
+    )),
+)  # fmt: skip
 
 
 # bind_program, release_program ----------------------------------------------------------------

@@ -1,13 +1,14 @@
-"""Model programs with random tensors, and a second reader of their text, made of ops.
+"""Model programs with random tensors, and what they mean: `interpret`, composed of single ops.
 
-`interpret` is the reference of `model_step`: it shares no code with models/composed.py.
+It is the reference of `run_program`, over ops in plain torch: models/composed.py, which the forward
+pass in float64 (forward_fp64.py) and transformers check from outside.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,10 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import _runtime, ops
+from bitnet_ops.blocks.block import Line
+from bitnet_ops.blocks.listing import KINDS, Listing
+from bitnet_ops.models.composed import Composed
+from bitnet_ops.nn.lora import LoraWeight
 from bitnet_ops.nn.storage import LAYOUTS
 from op_spec import reference
 from op_values import frequencies, gain, positive, quantized_head, random_packed
@@ -235,149 +240,129 @@ def program(
     return Sample("\n".join([*text, *lora]) + "\n", tensors)
 
 
-@dataclass
-class _Reader:
-    """One call of model_step: `o`, whose ops it is made of, its arguments and its program."""
+@dataclass(frozen=True)
+class _Tensors:
+    """The tensors under a name as a module has them; called, the ternary projection of that name.
+
+    o: the ops; forms: (rows, activation format) of projections.
+    """
 
     o: Any
-    a: SimpleNamespace
     sample: Sample
+    name: str
+    forms: dict[str, tuple[int, str]]
 
-    def __post_init__(self) -> None:
-        self.model = self.sample.lines_of("model")[0]
-        first = len(self.a.caches) - (3 if self.sample.lines_of("delta_net") else 0)
-        self.pools, self.states = self.a.caches[:first], self.a.caches[first:]
-        counts = self.a.query_start_loc.diff().tolist()
-        adapters = [-1] * len(counts) if self.a.adapters is None else self.a.adapters.tolist()
-        self.adapters = torch.tensor(
-            [adapter for adapter, n in zip(adapters, counts, strict=True) for _ in range(n)],
-            dtype=torch.int64,
-        )
+    def __getattr__(self, own: str) -> Tensor:
+        return self.get_buffer(own)
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self.sample.tensors[name]
+    def get_buffer(self, own: str) -> Tensor:
+        return self.sample.tensors[f"{self.name}.{own}"]
 
-    def norm(self, keys: dict[str, str], key: str, x: Tensor, eps: str = "eps") -> Tensor:
-        if key not in keys:
-            return x
-        eps = self.model.get(eps, self.model["eps"])
-        y: Tensor = self.o.rms_norm(x, self[f"{keys[key]}.weight"], float(eps))
-        return y
+    @property
+    def _modules(self) -> dict[str, Any]:
+        inside = replace(self, name=f"{self.name}.rms_norm")
+        return {"rms_norm": inside} if f"{inside.name}.weight" in self.sample.tensors else {}
 
-    def project(self, keys: dict[str, str], key: str, x: Tensor, rows: int) -> Tensor:
-        name, k = keys[key], x.shape[-1]
-        if f"{name}.rms_norm.weight" in self.sample.tensors:
-            x = self.norm({"norm": f"{name}.rms_norm"}, "norm", x, "linear_norm_eps")
-        scale, bias = self[f"{name}.weight_scale"], self.sample.tensors.get(f"{name}.bias")
-        form = keys.get("activation_format", "int8") if scale.dim() > 1 else "int8"
-        y: Tensor = self.o.linear(
-            self.turned(name, x), self[f"{name}.weight"], scale, bias, (rows, k), form
-        )
-        for line in self.sample.lines_of("lora"):
-            at = (self.adapters == int(line["adapter"])).nonzero().flatten()
-            if line["projection"] != name or not len(at):
-                continue
-            b = self[line["b"]]
-            b = b.mT.reshape(-1, b.shape[1])[:rows].contiguous()
-            side = self.o.lm_head(self.o.lm_head(x[at], self[line["a"]], None), b, None)
-            y[at] = (y[at].float() + side * float(line["scaling"])).to(y.dtype)
-        return y
-
-    def turned(self, name: str, x: Tensor) -> Tensor:
-        signs = self.sample.tensors.get(f"{name}.signs")
+    def turned(self, x: Tensor) -> Tensor:
+        signs = self.sample.tensors.get(f"{self.name}.signs")
         return x if signs is None else self.o.hadamard(x, signs)
 
-    def attend(self, keys: dict[str, str], layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        a, scale, window = self.a, float(keys["scale"]), int(keys.get("window", 0))
-        pools = [pool[layer] for pool in self.pools]
-        scales = pools[2:] or [None, None]
-        self.o.paged_cache_update(*pools[:2], k, v, a.slot_mapping, *scales, a.layout)
-        if not (self.o is reference and pools[0].dtype == torch.bfloat16):
-            y: Tensor = self.o.paged_attention(
-                q, *pools[:2], a.query_start_loc, a.seq_lens, a.block_table, scale, *scales,
-                a.layout, window,
-            )  # fmt: skip
-            return y
-        # The roundings of the definition: codes behind coarser ones would bear no bound.
-        out = torch.empty_like(q)
-        view = SimpleNamespace(**dict(zip(POOLS, pools, strict=False)), **{
-            name: getattr(a, name) for name in ("query_start_loc", "seq_lens", "block_table")
-        })  # fmt: skip
-        for tokens, length, slots in sequences(view):
-            own = [gathered(pool, slots) for pool in pools]
-            start = torch.tensor([length - (tokens.stop - tokens.start)])
-            out[tokens] = attention_over_bfloat16(
-                q[tokens][None], *own, start, scale, window=window
-            )[0]
-        return out
+    def __call__(self, x: Tensor) -> Tensor:
+        scale, bias = self.weight_scale, self.sample.tensors.get(f"{self.name}.bias")
+        rows, form = self.forms[self.name]
+        y: Tensor = self.o.linear(
+            self.turned(x), self.weight, scale, bias, (rows, x.shape[-1]),
+            form if scale.dim() > 1 else "int8",
+        )  # fmt: skip
+        return y
 
-    def attention(self, keys: dict[str, str], layer: int, x: Tensor) -> Tensor:
-        heads, kv_heads, dim = (int(keys[key]) for key in ("heads", "kv_heads", "head_dim"))
-        parts = 1 + int(keys.get("output_gate", 0))
-        h = self.norm(keys, "norm", x.to(getattr(torch, self.model["dtype"])))
-        both = self.project(keys, "q", h, heads * dim * parts).view(-1, heads, parts, dim)
-        q = both[:, :, 0].contiguous()
-        k, v = (self.project(keys, key, h, kv_heads * dim).view(-1, kv_heads, dim) for key in "kv")
-        q, k = self.norm(keys, "q_norm", q), self.norm(keys, "k_norm", k)
-        rope = next(r for r in self.sample.lines_of("rope") if r["name"] == keys["rope"])
-        turn = self.a.positions.long(), self[rope["inv_freq"]], float(rope.get("factor", 1))
-        turned = 2 * len(turn[1])
-        q, k = (
-            torch.cat([self.o.rope(t[..., :turned].contiguous(), *turn), t[..., turned:]], -1)
-            for t in (q, k)
+
+@dataclass(frozen=True)
+class Step:
+    """A call of run_program, by names."""
+
+    x: Tensor
+    program: Tensor
+    caches: dict[str, Tensor]
+    step: dict[str, Tensor]
+    layout: str
+
+
+def interpret(o: Any, a: Step) -> Tensor:
+    """float32 [r, V] by the ops of `o`, composed; the caches are written."""
+    sample = of(a.program)
+    parsed = [Line(kind, keys) for kind, keys in sample.lines()]
+    model, blocks = parsed[0], [line for line in parsed if line.kind in KINDS]
+    ropes = {
+        line.keys["name"]: (sample.tensors[str(line.keys["inv_freq"])], line.number("factor"))
+        for line in parsed
+        if line.kind == "rope"
+    }
+    forms = {
+        name.removesuffix(".weight"): (spec.shape[0], str(line.keys.get("activation_format", "")))
+        for line in blocks
+        for name, spec in KINDS[line.kind].tensors(line, model).items()
+    }
+
+    def module(name: str) -> _Tensors:
+        return _Tensors(o, sample, name, forms)
+
+    attention = [line for line in blocks if line.kind == "attention"]
+    composed = Composed(
+        Listing(model, (), tuple(blocks)),
+        module,
+        a.step["positions"].long(),
+        {str(name): rope for name, rope in ropes.items()},
+        lambda number, q, k, v: _attended(o, a, attention[number], number, q, k, v),
+        _sides(sample, a.step, forms),
+        a.caches,
+        SimpleNamespace(**a.step),  # type: ignore[arg-type]
+        o,
+    )
+    head = blocks[-1]
+    rows = composed.norm(head, "norm", composed.run(a.x)[a.step["logit_rows"].long()])
+    if (name := head.name("weight")) is None:
+        return rows
+    weight = module(name)
+    scale, shape = sample.tensors.get(f"{name}.scale"), (head.integer("vocab"), rows.shape[-1])
+    logits: Tensor = o.lm_head(weight.turned(rows), weight.weight, scale, shape)
+    return logits
+
+
+def _sides(
+    sample: Sample, step: dict[str, Tensor], forms: dict[str, tuple[int, str]]
+) -> list[tuple[Tensor, dict[str, LoraWeight]]]:
+    """Of every adapter the tokens that have it, and its factors."""
+    if "adapters" not in step:
+        return []
+    of_tokens = step["adapters"].long().repeat_interleave(step["query_start_loc"].long().diff())
+    found: dict[int, dict[str, LoraWeight]] = {}
+    for line in sample.lines_of("lora"):
+        name, tiles = line["projection"], sample.tensors[line["b"]]
+        b = tiles.mT.reshape(-1, tiles.shape[1])[: forms[name][0]].contiguous()
+        lora = LoraWeight(sample.tensors[line["a"]], b, float(line["scaling"]))
+        found.setdefault(int(line["adapter"]), {})[name] = lora
+    rows = {adapter: (of_tokens == adapter).nonzero().flatten() for adapter in found}
+    return [(rows[adapter], paths) for adapter, paths in found.items() if len(rows[adapter])]
+
+
+def _attended(o: Any, a: Step, line: Line, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    pools = [a.caches[name][layer] for name in ("key", "value", "key_scale", "value_scale")
+             if name in a.caches]  # fmt: skip
+    scales = pools[2:] or [None, None]
+    o.paged_cache_update(*pools[:2], k, v, a.step["slot_mapping"], *scales, a.layout)
+    where = {name: a.step[name] for name in ("query_start_loc", "seq_lens", "block_table")}
+    scale, window = line.number("scale"), line.integer("window")
+    if not (o is reference and pools[0].dtype == torch.bfloat16):
+        y: Tensor = o.paged_attention(
+            q, *pools[:2], *where.values(), scale, *scales, a.layout, window
         )
-        y = self.attend(keys, layer, q, k, v).flatten(1)
-        if parts == 2:
-            y = self.o.gated(both[:, :, 1].flatten(1), y, "sigmoid")
-        y = self.norm(keys, "sub_norm", y, "sub_norm_eps")
-        return self.norm(keys, "post_norm", self.project(keys, "o", y, x.shape[-1]))
-
-    def delta_net(self, keys: dict[str, str], layer: int, x: Tensor) -> Tensor:
-        a, (values, channels) = self.a, delta_sizes()
-        h = self.norm(keys, "norm", x.to(getattr(torch, self.model["dtype"])))
-        u, z = (self.project(keys, *of) for of in (("qkv", h, channels), ("z", h, values)))
-        decay, beta = (self.o.lm_head(h, self[f"{keys[key]}.weight"], None) for key in "ab")
-        y = self.o.delta_net(
-            u, decay, beta, self[f"{keys['conv']}.weight"], self[keys["A_log"]],
-            self[keys["dt_bias"]], self.states, layer, a.query_start_loc, a.seq_lens,
-            a.state_steps, int(keys["key_heads"]), int(keys["key_dim"]),
-        ).unflatten(1, (-1, int(keys["value_dim"])))  # fmt: skip
-        y = self.norm(keys, "gated_norm", y).flatten(1)
-        return self.project(keys, "out", self.o.gated(z.float(), y, "silu").to(h.dtype), x.shape[1])
-
-    def mlp(self, keys: dict[str, str], x: Tensor) -> Tensor:
-        h = self.norm(keys, "norm", x.to(getattr(torch, self.model["dtype"])))
-        gate, up = (self.project(keys, key, h, int(keys["width"])) for key in ("gate", "up"))
-        match keys["activation"]:
-            case "relu2":
-                z = self.o.relu2_mul(gate, up)
-            case "silu":
-                z = self.o.silu_and_mul(torch.cat([gate, up], -1))
-            case _:
-                z = self.o.gelu_tanh_and_mul(torch.cat([gate, up], -1))
-        z = self.norm(keys, "sub_norm", z, "sub_norm_eps")
-        return self.norm(keys, "post_norm", self.project(keys, "down", z, x.shape[-1]))
-
-
-def interpret(o: Any, a: Any) -> Tensor:
-    """float32 [r, V] of model_step's arguments; the caches are written."""
-    reader, x, layer, delta_layer = _Reader(o, a, of(a.program)), a.x, 0, 0
-    result = torch.empty(0)
-    for kind, keys in reader.sample.lines():
-        if kind == "attention":
-            x = x + reader.attention(keys, layer, x)
-            layer += 1
-        elif kind == "delta_net":
-            x = x + reader.delta_net(keys, delta_layer, x)
-            delta_layer += 1
-        elif kind == "mlp":
-            x = x + reader.mlp(keys, x)
-        elif kind == "head":
-            result = reader.norm(keys, "norm", x[a.logit_rows.long()])
-            if (name := keys.get("weight")) is not None:
-                scale = reader.sample.tensors.get(f"{name}.scale")
-                shape = int(keys["vocab"]), x.shape[-1]
-                result = o.lm_head(
-                    reader.turned(name, result), reader[f"{name}.weight"], scale, shape
-                )
-    return result
+        return y
+    # The roundings of the definition: codes behind coarser ones would bear no bound.
+    out = torch.empty_like(q)
+    view = SimpleNamespace(**dict(zip(POOLS, pools, strict=False)), **where)
+    for tokens, length, slots in sequences(view):
+        own = [gathered(pool, slots) for pool in pools]
+        start = torch.tensor([length - (tokens.stop - tokens.start)])
+        out[tokens] = attention_over_bfloat16(q[tokens][None], *own, start, scale, window=window)[0]
+    return out

@@ -20,11 +20,10 @@ from torch import Tensor
 import hybrids
 import ops_delta
 from bitnet_ops import ops
-from bitnet_ops.blocks import attention, delta_net, mlp
+from bitnet_ops.blocks import attention
 from bitnet_ops.blocks.block import Line
 from bitnet_ops.blocks.listing import kept_by
 from bitnet_ops.models import Decoder, composed, decoder
-from bitnet_ops.models.program import in_order
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch
 from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.kv_config import CacheCapacityError
@@ -190,10 +189,10 @@ def test_a_program_that_was_printed_binds_again(monkeypatch: pytest.MonkeyPatch)
     step = SequenceStep(given[0].tolist(), 0, cache.blocks[0], 5, None, (cache.slots[0], 0, 0))
     batch, pool = StepBatch.of([step], cache.pool.block_size), cache.pool
     with torch.inference_mode():
-        logits = ops.model_step(
-            model._embed(batch.token_ids), handle, in_order(pool.caches()),
-            batch.positions, batch.slot_mapping, batch.query_start_loc, batch.seq_lens,
-            batch.block_table, batch.logit_rows, 321, None, pool.layout, batch.state_steps,
+        caches, request = pool.caches(), batch.request()
+        logits = ops.run_program(
+            model._embed(batch.token_ids), handle, "\n".join(caches), [*caches.values()],
+            "\n".join(request), [*request.values()], 321, pool.layout,
         )  # fmt: skip
     ops.release_program(handle)
     assert_equal(logits, in_parts(model, given, [5])[0])
@@ -362,7 +361,7 @@ def test_the_comparison_sees_mistakes(mistake: str, monkeypatch: pytest.MonkeyPa
     if mistake in MODULE_MISTAKES:
         monkeypatch.setattr(*MODULE_MISTAKES[mistake])
     changed = {"delta_net": ops_delta.delta_net, **OP_MISTAKES.get(mistake, {})}
-    for module in (attention, delta_net, mlp, composed, decoder):
+    for module in (composed, decoder):
         monkeypatch.setattr(module, "ops", _Ops(**changed))
     model = exact_model(case)
     given = model(ids(2, TOKENS), cache_for(model))

@@ -240,15 +240,15 @@ def test_programs_are_bound_and_run_by_many_threads() -> None:
 
 
 def step_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens of every call of model_step."""
+    """The tokens of every call of run_program."""
     calls: list[int] = []
-    real = ops.model_step
+    real = ops.run_program
 
     def counted(x: Tensor, *arguments: Any) -> Tensor:
         calls.append(x.shape[0])
         return real(x, *arguments)
 
-    monkeypatch.setattr(ops, "model_step", counted)
+    monkeypatch.setattr(ops, "run_program", counted)
     return calls
 
 

@@ -15,6 +15,7 @@
 #include <algorithm>
 
 #include "engine/blocks/blocks.h"
+#include "engine/delta_net.h"
 #include "engine/program/products.h"
 
 namespace bitnet::engine {
@@ -34,7 +35,7 @@ class DeltaNetBlock final : public Block {
   const DeltaShape& shape() const { return net->shape(); }
 
   std::unique_ptr<DeltaNet> net;
-  int64_t layer;
+  KeptPlace place;
   Norm norm, gated_norm;
   const float *a, *b;
 
@@ -82,7 +83,7 @@ DeltaNetBlock::DeltaNetBlock(Binding& b) {
   b.needs.row =
       std::max({b.needs.row, net->thread_floats(), kGateTokens * (s.hidden + 2 * kGateHeads),
                 shape.values() + 2 * shape.value_dim});
-  layer = b.program.add_delta_net(b.keys, shape);
+  place = b.program.keep(b.keys, "key_heads", shape.buffers());
 }
 
 struct DeltaMemory {
@@ -98,7 +99,9 @@ class DeltaStage : public StageWork {
 
  protected:
   ~DeltaStage() = default;
-  DeltaStates states() const { return step_.batch.states.of(block_.layer); }
+  DeltaStates states() const {
+    return DeltaStates::of(step_.batch.kept + block_.place.first, block_.place.layer);
+  }
   DeltaRows rows() const {
     return {memory_.u,     step_.settings().type, memory_.mixed,
             memory_.decay, memory_.beta,          memory_.out};

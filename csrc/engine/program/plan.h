@@ -42,7 +42,7 @@ struct Batch {
   Sequences sequences;
   const int64_t* adapters = nullptr;  // [tokens], -1: none; null: no token has one
   LayeredPool pool;
-  DeltaStates states{};                    // of the first block with states
+  const KeptMemory* kept = nullptr;        // of each of Program::kept()
   const StateStep* state_steps = nullptr;  // of each sequence
   float* out = nullptr;                    // [logit_count, Program::out_features()]
   // How many of a row's largest logits are wanted, lower ids first among equals: others may be

@@ -221,11 +221,18 @@ int64_t Program::add_attention(const Keys& keys, int64_t kv_heads, int64_t head_
   return attention_layers_++;
 }
 
-int64_t Program::add_delta_net(const Keys& keys, const DeltaShape& shape) {
-  if (state_layers_ != 0 && !(shape == delta_shape_))
-    keys.fail("key_heads", "and all sizes of a state as of the first such block", "others");
-  delta_shape_ = shape;
-  return state_layers_++;
+KeptPlace Program::keep(const Keys& keys, const char* key, const std::vector<KeptBuffer>& buffers) {
+  const auto found = std::ranges::find_if(
+      kept_, [&](const KeptBuffer& other) { return other.name == buffers[0].name; });
+  const auto first = static_cast<size_t>(found - kept_.begin());
+  if (found == kept_.end()) kept_.insert(kept_.end(), buffers.begin(), buffers.end());
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    KeptBuffer& kept = kept_[first + i];
+    if (!kept.same_form(buffers[i]))
+      keys.fail(key, "and all sizes of a state as of the first such block", "others");
+    ++kept.layers;
+  }
+  return {first, kept_[first].layers - 1};
 }
 
 int64_t Program::attention_kind(const AttentionKind& kind) {

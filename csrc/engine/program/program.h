@@ -17,9 +17,9 @@
 #include <vector>
 
 #include "engine/attention_policy.h"
-#include "engine/delta_net.h"
 #include "engine/fused.h"
 #include "engine/head.h"
+#include "engine/kept.h"
 #include "engine/lora.h"
 #include "engine/product.h"
 #include "engine/program/listing.h"
@@ -128,6 +128,12 @@ struct Needs {
   bool list = false;  // of the codes of a token that are not 0
 };
 
+// The buffers of a block: the first one's place in Program::kept(), and its layer of them.
+struct KeptPlace {
+  size_t first;
+  int64_t layer;
+};
+
 class Block {
  public:
   virtual ~Block() = default;
@@ -190,9 +196,8 @@ class Program {
   const std::vector<AttentionKind>& attention_kinds() const { return attention_kinds_; }
   // Whether a block of them needs the bounds of pages.
   bool chooses_pages() const;
-  // Of blocks with states, which are alike: how many, and of what shape.
-  int64_t state_layers() const { return state_layers_; }
-  const DeltaShape& delta_shape() const { return delta_shape_; }
+  // What blocks keep for sequences.
+  const std::vector<KeptBuffer>& kept() const { return kept_; }
   // What a row of the result is: logits of the vocabulary, or a state.
   int64_t out_features() const { return out_features_; }
   // Without a matrix, of no features, the result is the states.
@@ -203,8 +208,9 @@ class Program {
   int64_t rope_of(Keys& keys, int64_t head_dim) const;
   // The number of the attention block in the caches.
   int64_t add_attention(const Keys& keys, int64_t kv_heads, int64_t head_dim);
-  // The number of the block in the states.
-  int64_t add_delta_net(const Keys& keys, const DeltaShape& shape);
+  // Where a block finds its buffers, which have to be as those of other blocks with these names;
+  // `key`: of the line, to blame.
+  KeptPlace keep(const Keys& keys, const char* key, const std::vector<KeptBuffer>& buffers);
   // The number of a kind of attention, which is added where it is new.
   int64_t attention_kind(const AttentionKind& kind);
   void set_head(const HeadView& head, int64_t out_features);
@@ -223,8 +229,7 @@ class Program {
   std::vector<std::unique_ptr<Block>> blocks_;
   std::vector<Linear*> linears_;
   int64_t adapters_ = 0, attention_layers_ = 0, kv_heads_ = 0, head_dim_ = 0, last_mixer_ = -1;
-  int64_t state_layers_ = 0;
-  DeltaShape delta_shape_{};
+  std::vector<KeptBuffer> kept_;
   int64_t out_features_ = 0;  // 0: no head yet
   HeadView head_{};
 };

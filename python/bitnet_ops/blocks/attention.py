@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bitnet_ops import ops
 from bitnet_ops.blocks.block import Block, Buffer, Line, Ops, Tensors, TensorSpec, Value
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.attention import PAGE_KEYS, POLICY_KEYS, AttentionPolicy
@@ -71,12 +70,11 @@ class Attention(Block):
             rows.append(Buffer("key_bounds", "page", (heads, 2 * dim), "bfloat16"))
         return tuple(rows)
 
-    def unread(self, line: Line, position: int) -> tuple[int, int]:
-        words = line.keys.keys() & set(POLICY_KEYS)
-        if "window" not in words:
-            return 0, 0
-        keys = tuple((key, line.integer(key)) for key in words)
-        return AttentionPolicy("window", keys).unread(position)
+    def reads(self, line: Line) -> AttentionPolicy:
+        if "window" not in line.keys:
+            return AttentionPolicy("all", ())
+        words = ("window", "sinks", "stride")
+        return AttentionPolicy("window", tuple((word, line.integer(word)) for word in words))
 
     def run(self, c: Ops, line: Line, number: int, x: Tensor) -> Tensor:
         dim, gated = line.integer("head_dim"), line.integer("output_gate")
@@ -91,7 +89,7 @@ class Attention(Block):
         q, k = (rotated(c, line, heads) for heads in (q, k))
         a = c.attend(number, q, k, v).flatten(-2)
         if gated:
-            a = ops.gated(gate, a, "sigmoid")
+            a = c.ops.gated(gate, a, "sigmoid")
         y = c.project(line, "o", c.norm(line, "sub_norm", a, "sub_norm_eps"))
         return x + c.norm(line, "post_norm", y)
 
@@ -105,5 +103,5 @@ def rotated(c: Ops, line: Line, heads: Tensor) -> Tensor:
     """Heads by their positions, in the features for which the rope has frequencies."""
     inv_freq, factor = c.ropes[str(line.keys["rope"])]
     first, rest = heads.tensor_split([2 * len(inv_freq)], dim=-1)
-    first = ops.rope(first.contiguous(), c.positions, inv_freq, factor)
+    first = c.ops.rope(first.contiguous(), c.positions, inv_freq, factor)
     return torch.cat([first, rest], dim=-1) if rest.shape[-1] else first

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
+from bitnet_ops.config.attention import AttentionPolicy
 
 Value: TypeAlias = "str | int | float"
 PAGE = 64  # positions that have common bounds, where attention chooses what it reads
@@ -106,6 +107,8 @@ class Ops(Protocol):
     """What the maths of a block is made of: models/composed.py."""
 
     @property
+    def ops(self) -> Any: ...
+    @property
     def positions(self) -> Tensor: ...
     @property
     def ropes(self) -> Mapping[str, tuple[Tensor, float]]: ...
@@ -144,11 +147,8 @@ class Block:
         """What a line keeps between steps."""
         return ()
 
-    def unread(self, line: Line, position: int) -> tuple[int, int] | None:
-        """Positions [begin, end) whose buffers no token from `position` on reads.
-
-        None: the block keeps nothing for positions.
-        """
+    def reads(self, line: Line) -> AttentionPolicy | None:
+        """Which positions its tokens read of what it keeps for them; None: it keeps nothing."""
         return None
 
     def float_macs(self, line: Line) -> int:

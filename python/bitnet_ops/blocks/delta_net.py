@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from bitnet_ops import ops
 from bitnet_ops.blocks.block import Block, Buffer, Line, Ops, Tensors, TensorSpec, Value
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.hybrid import STATE_COLUMNS, DeltaNet
@@ -69,10 +68,10 @@ class GatedDeltaNet(Block):
         h = c.norm(line, "norm", c.rounded(x))
         qkv, z = c.project(line, "qkv", h), c.project(line, "z", h)
         a, b, conv = (c.tensor(f"{line.keys[key]}.weight") for key in ("a", "b", "conv"))
-        heads = ops.delta_net(
+        heads = c.ops.delta_net(
             qkv,
-            ops.lm_head(h, a),
-            ops.lm_head(h, b),
+            c.ops.lm_head(h, a),
+            c.ops.lm_head(h, b),
             conv,
             c.tensor(str(line.keys["A_log"])),
             c.tensor(str(line.keys["dt_bias"])),
@@ -85,7 +84,7 @@ class GatedDeltaNet(Block):
             line.integer("key_dim"),
         ).unflatten(-1, (-1, line.integer("value_dim")))
         heads = c.norm(line, "gated_norm", heads).flatten(-2)
-        return x + c.project(line, "out", c.rounded(ops.gated(z.float(), heads, "silu")))
+        return x + c.project(line, "out", c.rounded(c.ops.gated(z.float(), heads, "silu")))
 
 
 def _sizes(line: Line) -> DeltaNet:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from bitnet_ops.blocks.attention import GLOBAL_ROPE, LOCAL_ROPE, Attention
@@ -19,6 +20,7 @@ from bitnet_ops.blocks.embedding import Embedding
 from bitnet_ops.blocks.head import Head
 from bitnet_ops.blocks.mlp import Mlp
 from bitnet_ops.config import ModelConfig, Rotation
+from bitnet_ops.config.attention import AttentionPolicy
 
 KINDS: Mapping[str, Block] = {
     block.kind: block for block in (Embedding(), Attention(), GatedDeltaNet(), Mlp(), Head())
@@ -86,14 +88,19 @@ class Listing:
             found[name] = TensorSpec("dense", shape)
         return found | KINDS[head.kind].tensors(head, self.model)
 
-    def kept(self) -> dict[str, Kept]:
+    @cached_property
+    def kept(self) -> Mapping[str, Kept]:
         """What is kept between steps, by name."""
         return kept_by(self.blocks)
 
+    @cached_property
+    def _reads(self) -> frozenset[AttentionPolicy]:
+        found = (KINDS[line.kind].reads(line) for line in self.blocks)
+        return frozenset(policy for policy in found if policy is not None)
+
     def unread(self, position: int) -> tuple[int, int]:
         """Positions [begin, end) that no token from `position` on reads in any block."""
-        found = [KINDS[line.kind].unread(line, position) for line in self.blocks]
-        ranges = [at for at in found if at is not None]
+        ranges = [policy.unread(position) for policy in self._reads]
         begin, end = (max(r[0] for r in ranges), min(r[1] for r in ranges)) if ranges else (0, 0)
         return begin, max(begin, end)
 
@@ -103,6 +110,7 @@ class Listing:
         return frozenset(str(line.keys[key]) for line, key in keys if key is not None)
 
 
+@lru_cache(maxsize=16)
 def listing(config: ModelConfig, dtype: str = "float32", attention_factor: float = 1.0) -> Listing:
     """The program of a model of `config` that computes on `dtype`, "float32" or "bfloat16"."""
     c = config

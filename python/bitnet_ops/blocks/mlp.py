@@ -11,7 +11,7 @@ from bitnet_ops import ops
 from bitnet_ops.blocks.block import Block, Line, Ops, Tensors, TensorSpec, Value
 from bitnet_ops.config import ModelConfig
 
-_GATED = {"silu": ops.silu_and_mul, "gelu_pytorch_tanh": ops.gelu_tanh_and_mul}
+_GATED = {"silu": "silu_and_mul", "gelu_pytorch_tanh": "gelu_tanh_and_mul"}
 
 
 class Mlp(Block):
@@ -54,9 +54,9 @@ class Mlp(Block):
         gate, up = c.project(line, "gate", h), c.project(line, "up", h)
         activation = str(line.keys["activation"])
         if activation == "relu2":
-            z = ops.relu2_mul(gate, up)
+            z = c.ops.relu2_mul(gate, up)
         else:
-            z = _GATED[activation](torch.cat([gate, up], dim=-1))
+            z = getattr(c.ops, _GATED[activation])(torch.cat([gate, up], dim=-1))
         y = c.project(line, "down", c.norm(line, "sub_norm", z, "sub_norm_eps"))
         return x + c.norm(line, "post_norm", y)
 

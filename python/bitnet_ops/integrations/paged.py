@@ -1,8 +1,8 @@
 """An engine's own paged KV cache as the ops of this project take it.
 
 Engines keep keys and values in a tensor a layer, in blocks of theirs. Here these become the pools
-[layers, blocks, block_size, KV, D] of `ops.model_step`, and an engine's book-keeping a `StepBatch`.
-It must not import an engine, nor know models.
+[layers, blocks, block_size, KV, D] of `ops.run_program`, and an engine's book-keeping becomes a
+`StepBatch`. It must not import an engine, nor know models.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ class Composed:
 
     module: the module that a name stands for. positions: int64 [...], where the tokens stand.
     ropes: frequencies f32 [head_dim / 2] and attention factor, by the name of a rope. states: what
-    blocks keep for sequences, by name. step: whose tokens these are, where a block has states.
+    blocks keep for sequences, by name. step: whose tokens these are, where a block has states. ops:
+    those that all is made of.
     """
 
     listing: Listing
@@ -44,6 +45,7 @@ class Composed:
     sides: Sequence[Side] = ()
     states: Mapping[str, Tensor] = field(default_factory=dict)
     step: StepBatch | None = None
+    ops: Any = field(default_factory=lambda: ops)
 
     def run(self, x: Tensor) -> Tensor:
         """x f32 [..., hidden] behind all blocks but the head."""
@@ -70,20 +72,20 @@ class Composed:
     def norm(self, line: Line, key: str, x: Tensor, eps: str = "eps") -> Tensor:
         """The norm that a key names; x itself where the line has none."""
         name = line.name(key)
-        return x if name is None else ops.rms_norm(x, self.module(name).weight, self.eps(eps))
+        return x if name is None else self.ops.rms_norm(x, self.module(name).weight, self.eps(eps))
 
     def project(self, line: Line, key: str, x: Tensor) -> Tensor:
         """A projection with what lies inside it, its norm first, its bias last, and beside it."""
         name = str(line.keys[key])
         module: nn.Module = self.module(name)
         if (inside := module._modules.get("rms_norm")) is not None:
-            x = ops.rms_norm(x, inside.get_buffer("weight"), self.eps("linear_norm_eps"))
+            x = self.ops.rms_norm(x, inside.get_buffer("weight"), self.eps("linear_norm_eps"))
         y: Tensor = module(KINDS[line.kind].input(line, key, x))
         for rows, paths in self.sides:
             if (lora := paths.get(name)) is None:
                 continue
             if rows is None:
-                y = add_side_path(y, x, lora)
+                y = add_side_path(y, x, lora, self.ops)
             else:
-                y = y.index_copy(0, rows, add_side_path(y[rows], x[rows], lora))
+                y = y.index_copy(0, rows, add_side_path(y[rows], x[rows], lora, self.ops))
         return y

@@ -105,7 +105,7 @@ class Decoder(Tracked):
         dtype: of what the layers compute on, float32 or bfloat16; the residual stays float32.
         head_format: of the output head, and of the embedding tied to it: one of HEAD_FORMATS.
             "stored" shares the tensor as it is.
-        run_as: "program", tokens run through the one op model_step, or "ops", through an op for
+        run_as: "program", tokens run through the one op run_program, or "ops", through an op for
             every part of a layer; the results are the same bit for bit. May be changed later.
         fused_step: an older name: True is run_as="program", False is "ops".
     """
@@ -131,7 +131,7 @@ class Decoder(Tracked):
         self.config, self.dtype, self.run_as = config, dtype, run_as
         if fused_step is not None:
             self.fused_step = fused_step
-        self._ropes = _ropes(config)
+        self._ropes, self._kv_layers = _ropes(config), kept_of(config)["key"].layers
         self.model = _Body(config, tensors, head_format)
         if not config.tie_word_embeddings:
             self.lm_head = _matrix(tensors, "lm_head.weight", head_format)
@@ -234,7 +234,7 @@ class Decoder(Tracked):
         grow by T once everything is computed; after an error they are what they were. `adapter`:
         the name of the sequences' LoRA adapter (`add_adapter`), the same for all tokens of a
         cache. `largest` > 0: only so many largest logits of each token are wanted, or with `draws`
-        float64 [rows of logits, 2] those that `ops.model_step` says; others may be -inf. Raises
+        float64 [rows of logits, 2] those that `ops.run_program` says; others may be -inf. Raises
         ValueError on another shape, dtype, batch, id or name, CacheCapacityError without room.
         """
         cache, batch = self._batch_over(input_ids, cache, logits_to_keep, adapter, largest, draws)
@@ -457,7 +457,7 @@ class Decoder(Tracked):
                 f"model: expected input_ids with the cache's {cache.batch} sequences, "
                 f"got {input_ids.shape[0]}"
             )
-        layers, own = cache.config.num_layers, kept_of(self.config)["key"].layers
+        layers, own = cache.config.num_layers, self._kv_layers
         if layers != own:
             raise ValueError(
                 f"model: expected a cache of {own} layers, got {layers}; make it from this model's "

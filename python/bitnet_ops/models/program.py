@@ -1,4 +1,4 @@
-"""A listing bound to a decoder's tensors: what `ops.model_step` runs.
+"""A listing bound to a decoder's tensors: what `ops.run_program` runs.
 
 Tensors stay where their modules have them, so values that change in place are seen. A program that
 is no longer that of its modules is bound anew by the decoder (nn/tracked.py). It must not know
@@ -65,37 +65,23 @@ class Program:
 
         adapters: int64 [sequences], the number of each one's LoRA adapter, -1: none.
         """
-        return ops.model_step(
+        caches, request = pool.caches(), batch.request(adapters)
+        return ops.run_program(
             x,
             self._handle,
-            in_order(pool.caches()),
-            batch.positions,
-            batch.slot_mapping,
-            batch.query_start_loc,
-            batch.seq_lens,
-            batch.block_table,
-            batch.logit_rows,
+            "\n".join(caches),
+            [*caches.values()],
+            "\n".join(request),
+            [*request.values()],
             self._features,
-            adapters,
             pool.layout,
-            batch.state_steps,
             batch.largest,
-            batch.draws,
         )
 
 
 def _versions(tensors: tuple[Tensor, ...]) -> list[int]:
     # an inference tensor counts no changes; outside of inference mode it cannot be changed
     return [0 if t.is_inference() else t._version for t in tensors]
-
-
-def in_order(caches: Mapping[str, Tensor]) -> list[Tensor]:
-    """Caches in the order in which `ops.model_step` takes them."""
-    order = (
-        *("key", "value", "key_scale", "value_scale", "key_bounds"),
-        *("recurrent", "inputs", "kept"),
-    )
-    return [caches[name] for name in order if name in caches]
 
 
 def bind(

@@ -35,6 +35,11 @@ class SequenceStep(NamedTuple):
     state: tuple[int, int, int] | None = None
 
 
+_REQUEST = (
+    "positions", "slot_mapping", "query_start_loc", "seq_lens", "block_table", "logit_rows"
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class StepBatch:
     """The arguments of a step besides the model and the pool; all tensors but draws int64.
@@ -50,7 +55,7 @@ class StepBatch:
     largest: how many of a row's largest logits are wanted, lower ids first among equals; others may
         then be -inf. 0: all are.
     draws: float64 [r, 2], temperature and uniform of rows that are drawn without filters, as
-        `ops.model_step` takes them; None: no row is.
+        `ops.run_program` takes them; None: no row is.
     """
 
     token_ids: Tensor
@@ -69,6 +74,15 @@ class StepBatch:
     def adapter_names(self) -> tuple[str | None, ...]:
         """Of each sequence; a batch made without any has none."""
         return self.adapters or (None,) * len(self.seq_lens)
+
+    def request(self, adapters: Tensor | None = None) -> dict[str, Tensor]:
+        """The tensors of the step by the names that `ops.run_program` gives them.
+
+        adapters: int64 [sequences], the number of each one's LoRA adapter, -1: none.
+        """
+        found = {name: getattr(self, name) for name in _REQUEST}
+        maybe = {"adapters": adapters, "state_steps": self.state_steps, "draws": self.draws}
+        return found | {name: tensor for name, tensor in maybe.items() if tensor is not None}
 
     @classmethod
     def of(

@@ -6,6 +6,7 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import torch
 
@@ -22,9 +23,9 @@ DEFAULT_KV_DTYPE = KV_DTYPES[DEFAULT_KV_TYPE]
 DEFAULT_BLOCK_SIZE = 64  # positions of a block of a paged cache
 
 
-def kept_of(config: ModelConfig | KVCacheConfig) -> dict[str, Kept]:
+def kept_of(config: ModelConfig | KVCacheConfig) -> Mapping[str, Kept]:
     """What a model of that config keeps between steps, by name."""
-    return config.kept() if isinstance(config, KVCacheConfig) else listing(config).kept()
+    return config.kept if isinstance(config, KVCacheConfig) else listing(config).kept
 
 
 def memory_of_block(
@@ -139,10 +140,11 @@ class KVCacheConfig:
         """How many the cache has before it is forked."""
         return self.batch * self.blocks_per_sequence if self.blocks is None else self.blocks
 
-    def kept(self) -> dict[str, Kept]:
+    @cached_property
+    def kept(self) -> Mapping[str, Kept]:
         """What is kept between steps, by name."""
         if self.model is not None:
-            return listing(self.model).kept()
+            return listing(self.model).kept
         keys: dict[str, Value] = {"kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
         if self.key_bounds:
             keys["top_k"] = 1

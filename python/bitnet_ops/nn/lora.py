@@ -318,9 +318,9 @@ def _check_targets(config: Mapping[str, Any], modules: list[str]) -> None:
 # Running ------------------------------------------------------------------------------------------
 
 
-def add_side_path(y: Tensor, x: Tensor, lora: LoraWeight) -> Tensor:
-    """y F [..., N] + LoRA of x F [..., K], added in float32 and rounded to y's dtype."""
-    side = ops.lm_head(ops.lm_head(x, lora.a), lora.b)
+def add_side_path(y: Tensor, x: Tensor, lora: LoraWeight, by: Any = ops) -> Tensor:
+    """y F [..., N] + LoRA of x F [..., K], added in float32 and rounded to y's dtype; by ops."""
+    side = by.lm_head(by.lm_head(x, lora.a), lora.b)
     return (y.float() + side * lora.scaling).to(y.dtype)
 
 

@@ -43,7 +43,7 @@ def _dtype(kept: Kept) -> torch.dtype:
 class StatePool:
     """Slots of named buffers [slots, layers, ...], those with rows [slots, layers, rows, ...].
 
-    Attributes: `tensors`, the buffers by name, as `ops.model_step` takes them.
+    Attributes: `tensors`, the buffers by name, as `ops.run_program` takes them.
 
     Args:
         kept: the buffers of sequences.

@@ -17,6 +17,7 @@ __all__ = [
     "paged_cache_update",
     "delta_net",
     "bind_program",
+    "run_program",
     "model_step",
     "release_program",
 ]
@@ -318,6 +319,61 @@ def release_program(program: Tensor) -> None:
 
 
 @operator
+def run_program(
+    x: Tensor,
+    program: Tensor,
+    cache_names: str,
+    caches: list[Tensor],
+    step_names: str,
+    step: list[Tensor],
+    out_features: int,
+    layout: str = "rows",
+    largest: int = 0,
+) -> Tensor:
+    """All blocks of a program on the new tokens of any sequences: one call, one parallel region.
+
+    Chunks of prompts, single tokens and drafts of different sequences share a call. A token's
+    logits are the same, bit for bit, whatever else is in the call, whatever the blocks of the cache
+    and the chunks, and equal to those of single ops (models/composed.py). Memory for activations
+    grows with the number of tokens.
+
+    Args:
+        x: float32 [tokens, hidden], the embedded new tokens, one sequence's behind the other's.
+        program: int64 [1], as `bind_program` returned it.
+        cache_names, caches: by name, one a line, in any order; all are mutated. "key" and "value"
+            C [layers, blocks, block_size, KV, D], with any strides but a contiguous D; with int8
+            "key_scale" and "value_scale" float32 [layers, blocks, block_size, KV]; of a program
+            whose blocks choose pages "key_bounds" bfloat16 [layers, blocks, block_size / 64, KV,
+            2 * D] (`paged_cache_update`); of one with blocks delta_net their states "recurrent",
+            "inputs" and "kept" (`delta_net`). Each block of a kind has a layer, in their order.
+        step_names, step: likewise. int64 or int32: "positions" [tokens], of the rotary embedding;
+            "slot_mapping" [tokens], where keys and values go; "query_start_loc", "seq_lens" and
+            "block_table" as `paged_attention` takes them; "logit_rows" [r], in any order, r at most
+            the number of tokens: the tokens whose logits are wanted; only they are computed behind
+            the last attention. Where there is need of them: "adapters" [sequences], the number of
+            each one's LoRA adapter in the program, -1: none; "state_steps" as `delta_net` takes it,
+            of a program with such blocks; "draws" float64 [r, 2], the temperature (finite, at least
+            0) and the uniform (in [0, 1)) with which `sample_tokens` draws from each row without
+            filters. With largest above 0 a row whose temperature is above 0 then wants the logit of
+            the token that is drawn, and no other.
+        out_features: V, the program's vocab.
+        layout: "rows" or "panels", as `paged_attention` takes it.
+        largest: only so many of each row's largest logits are wanted, lower ids first among equals;
+            those of tokens that cannot be among them may be -inf. 0: all are wanted.
+    Returns:
+        float32 [r, V], the logits.
+    Raises:
+        RuntimeError: a handle that is not known, a name that is not, or is missing, a wrong dtype
+            or shape, caches that overlap what is read, and as `paged_attention` and
+            `paged_cache_update`; nothing has been written then.
+    Source: transformers BitNetForCausalLM, LlamaForCausalLM; LoRA, arXiv 2106.09685; names as in
+        vLLM.
+    """
+    rows = step[step_names.split("\n").index("logit_rows")]
+    return x.new_empty([rows.shape[0], out_features], dtype=torch.float32)
+
+
+@operator
 def model_step(
     x: Tensor,
     program: Tensor,
@@ -335,46 +391,17 @@ def model_step(
     largest: int = 0,
     draws: Tensor | None = None,
 ) -> Tensor:
-    """All blocks of a program on the new tokens of any sequences: one call, one parallel region.
-
-    Chunks of prompts, single tokens and drafts of different sequences share a call. A token's
-    logits are the same, bit for bit, whatever else is in the call, whatever the blocks of the cache
-    and the chunks, and equal to those of single ops (models/composed.py). Memory for activations
-    grows with the number of tokens.
+    """`run_program` in the form of version 0.1: caches by their places.
 
     Args:
-        x: float32 [tokens, K], the embedded tokens, one sequence's behind the other's; the residual
-            stream stays float32.
-        program: int64 [1], the handle that `bind_program` returned.
-        caches: a key pool and a value pool, float32, bfloat16, float16, float8 or int8 [layers,
-            blocks, block_size, KV, D] with any strides but a contiguous D, a layer for each
-            attention block; of int8 pools their scales float32 [layers, blocks, block_size, KV]
-            too; behind them, of a program with blocks delta_net, the three states of `delta_net`.
-            All are mutated.
-        positions: int64 or int32 [tokens], where each token stands, for the rotation.
-        slot_mapping: int64 or int32 [tokens], all different: where the token's key and value go,
-            block * block_size + position in the block.
-        query_start_loc, seq_lens, block_table: as `paged_attention` takes them.
-        logit_rows: int64 or int32 [r], in any order, r at most the number of tokens: the tokens
-            whose logits are wanted; only they are computed behind the last attention.
-        out_features: V, the program's vocab.
-        adapters: int64 or int32 [sequences], the number of each one's LoRA adapter in the program,
-            -1: none; None: no sequence has one.
-        layout: "rows" or "panels", as `paged_attention` takes it.
-        state_steps: as `delta_net` takes it, of a program with such blocks; else None.
-        largest: only so many of each row's largest logits are wanted, lower ids first among equals;
-            those of tokens that cannot be among them may be -inf. 0: all are wanted.
-        draws: float64 [r, 2], the temperature (finite, at least 0) and the uniform (in [0, 1)) with
-            which `sample_tokens` draws from each row without filters. With largest above 0 a row
-            whose temperature is above 0 then wants the logit of the token that is drawn, and no
-            other. None: no row has one.
+        x, program, out_features, layout, largest: as `run_program` takes them.
+        caches: its caches in the order in which they stand there, without names.
+        positions, slot_mapping, query_start_loc, seq_lens, block_table, logit_rows, adapters,
+            state_steps, draws: its step.
     Returns:
         float32 [r, V], the logits.
     Raises:
-        RuntimeError: a handle that is not known, a wrong dtype or shape, caches that overlap what
-            is read, and as `paged_attention` and `paged_cache_update`; nothing has been written
-            then.
-    Source: transformers BitNetForCausalLM, LlamaForCausalLM; LoRA, arXiv 2106.09685; names as in
-        vLLM.
+        RuntimeError: as `run_program`.
+    Source: as `run_program`.
     """
     return x.new_empty([logit_rows.shape[0], out_features], dtype=torch.float32)

@@ -28,7 +28,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass
 class StepMetadata:
-    """Where the tokens of a step stand; tensors as ops.model_step takes them."""
+    """Where the tokens of a step stand; tensors as ops.run_program takes them."""
 
     num_actual_tokens: int
     query_start_loc: Tensor
@@ -60,7 +60,7 @@ class StepMetadataBuilder(AttentionMetadataBuilder[StepMetadata]):
 
 
 class StepBackend(AttentionBackend):
-    """A backend without attention of its own: ops.model_step does all of it."""
+    """A backend without attention of its own: ops.run_program does all of it."""
 
     supported_dtypes = list(DTYPES)
     supported_kv_cache_dtypes = ["auto", "bfloat16"]
