@@ -392,15 +392,15 @@ def test_others_go_on_while_a_long_text_is_read() -> None:
     process, address = start()
     try:
         text = "And God said let there be light. " * 7000  # seconds
-        with concurrent.futures.ThreadPoolExecutor() as pool:
+        # One client for all looks: to make one takes as long as many looks on a busy machine.
+        with concurrent.futures.ThreadPoolExecutor() as pool, httpx.Client() as client:
             asked = pool.submit(
                 httpx.post, f"{address}/tokenize", json={"content": text}, timeout=60
             )
-            slowest, looks = 0.0, 0
+            looks = 0
             while not asked.done():
-                began = time.monotonic()
-                assert httpx.get(f"{address}/health").status_code == 200
-                slowest, looks = max(slowest, time.monotonic() - began), looks + 1
+                assert client.get(f"{address}/health").status_code == 200
+                looks += 1
             assert asked.result().status_code == 200 and asked.result().json()["count"] > 50_000
             assert looks > 3
     finally:
