@@ -122,6 +122,8 @@ INDICES_OF_OPS = [
     for argument in schema_of(op).arguments
     if argument.name in INDICES
 ]
+NAMED_INDICES = ("positions", "slot_mapping", "query_start_loc", "seq_lens", "block_table")
+INDICES_OF_OPS += [("run_program", name) for name in (*NAMED_INDICES, "logit_rows")]
 
 
 @pytest.mark.parametrize(("op", "index"), INDICES_OF_OPS)
@@ -130,17 +132,23 @@ def test_positions_inside_a_cache_move_no_write(op: str, index: str) -> None:
     args = list(arguments_of(op, torch.float32))
     names = [argument.name for argument in schema_of(op).arguments]
     caches = [t for (i, _), t in tensors(tuple(args)) if i in mutated(op)][:2]
-    given = args[names.index(index)]
+    place: Place = (names.index(index), None) if index in names else named(args, names, index)
+    given = dict(tensors(tuple(args)))[place]
     flat = caches[0].view(-1)[: 2 * given.numel()]
     caches[0].zero_()
     inside = flat.view(torch.int64).view(given.shape)
     inside.copy_(given)
-    args[names.index(index)] = inside
+    put(args, place, inside)
     before = [cache.clone() for cache in caches]
     with pytest.raises(RuntimeError, match=f"^{op}: expected {index} in its own memory"):
         getattr(ops, op)(*args)
     for cache, old in zip(caches, before, strict=True):
         assert torch.equal(cache.view(torch.int32), old.view(torch.int32))  # -1 has the bits of NaN
+
+
+def named(args: list[Any], names: list[str], index: str) -> Place:
+    """The place of what `step_names` calls so in `step`."""
+    return names.index("step"), args[names.index("step_names")].split("\n").index(index)
 
 
 def test_every_mutating_op_has_indices() -> None:
