@@ -40,9 +40,9 @@ struct Tuning {
 // tables of sums are used; product=name.  Throws std::runtime_error on another value or key.
 const Tuning& tuning();
 
-// The value of a key in BITNET_OPS_TUNING="key=value,key=value", or of the variable BITNET_OPS_KEY
-// that the key replaces; empty: neither is set. Keys: those above, spread and back_off
-// (oversubscription.h).
+// The value of a key in BITNET_OPS_TUNING="key=value,key=value", or of the variable of its own that
+// it replaces (BITNET_OPS_TABLES for "tables"); empty: neither is set. Keys: those above, spread
+// and back_off (oversubscription.h).
 std::string setting(const std::string& key);
 
 }  // namespace bitnet

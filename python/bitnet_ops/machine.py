@@ -303,7 +303,7 @@ def openmp_runtimes(root: Path = _ROOT) -> list[str] | None:
 def set_tuning(key: str, value: str) -> None:
     """Set a key of BITNET_OPS_TUNING for this process, unless a person has; before it is read.
 
-    The variable `BITNET_OPS_KEY`, which the key replaces, counts as well.
+    The variable of its own that the key replaces counts as well.
     """
     parts = [part for part in os.environ.get("BITNET_OPS_TUNING", "").split(",") if part]
     if f"BITNET_OPS_{key.upper()}" in os.environ or any(p.startswith(f"{key}=") for p in parts):

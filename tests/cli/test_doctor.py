@@ -52,6 +52,7 @@ def test_json_has_every_field(facts: dict[str, Any]) -> None:
         "tuning": {
             "tile_lanes",
             "cpu",
+            "product",
             "prefetch_bytes",
             "head_bytes",
             "head_into_l2",
