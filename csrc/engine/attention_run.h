@@ -1,0 +1,71 @@
+// The tasks of a cut, run by one thread: queries in, chunks attended to, states merged, results
+// out.
+#pragma once
+
+#include <cstdint>
+
+#include "engine/attention_cut.h"
+#include "engine/attention_reader.h"
+
+namespace bitnet::engine {
+
+struct AttentionBuffers {
+  const void* query;  // [tokens, heads, dim]
+  void* out;          // [tokens, heads, dim]
+  CachePool pool;     // of the layer, with the shape's strides; the new tokens' keys included
+};
+
+class AttentionRun {
+ public:
+  // Memory of a thread.
+  static int64_t floats(const AttentionCut& cut, const PoolAccess& access);
+
+  AttentionRun(const AttentionCut& cut, const PoolAccess& access, const KernelTable& table,
+               const AttentionBuffers& buffers, float* shared, float* own);
+
+  // Tasks [begin, end).
+  void run(int64_t begin, int64_t end) const;
+
+ private:
+  using Group = AttentionCut::Group;
+  using Piece = AttentionCut::Piece;
+  using Next = AttentionReader::Next;
+  using Query = AttentionQuery;
+
+  // The thread's memory, one piece behind the other: a group's query rows, those of some of its
+  // tokens, a row of output, a chunk's rows put together, the kernel's scratch, and the states of a
+  // group so far and of a chunk.
+  struct Memory {
+    float *query, *tokens, *row, *gathered, *scratch, *states;
+    int64_t floats;
+  };
+  static Memory take(const AttentionCut& cut, const PoolAccess& access, float* own);
+  Query query_at(float* memory) const;
+
+  void load_query(const Group& group) const;
+  void store_out(const Group& group, const float* states) const;
+  void run_chunk(int64_t task) const;
+  void run_group(const Group& group) const;
+  void attend(const Group& group, const Piece& piece, const Next& next, bool same_queries,
+              float* states) const;
+  void merge(const Group& group, int64_t piece, const float* later, float* states) const;
+  // Of a group that reads by token: the tokens' rows side by side, or where they lie if they do so
+  // already.
+  Query rows_of_tokens(uint64_t tokens) const;
+  // The states of a piece, its tokens' rows side by side, into those of all rows; `begun`: tokens
+  // that have states, by bits.
+  void merge_tokens(uint64_t tokens, const float* later, uint64_t& begun, float* states) const;
+  int64_t pieces_of(const Group& group) const { return cut_.pieces_of(group, shared_); }
+  Piece piece_of(const Group& group, int64_t i) const { return cut_.piece_of(group, i, shared_); }
+
+  const AttentionCut& cut_;
+  const AttentionShape& shape_;
+  const KernelTable& table_;
+  const AttentionBuffers& buffers_;
+  float* shared_;
+  Memory memory_;
+  Query query_;
+  AttentionReader reader_;
+};
+
+}  // namespace bitnet::engine
