@@ -106,6 +106,7 @@ def spoiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.skipif(_runtime.available_isas() == ["scalar"], reason="scalar is its own reference")
 @pytest.mark.parametrize("name", OPS)
+@pytest.mark.sampled(2)
 def test_every_check_sees_a_wrong_result(
     name: str, ws: memory.Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,6 +156,7 @@ def test_a_typo_is_named_at_run_time(demo: LanguageModel) -> None:
             call(*args, tempreature=1.0)
 
 
+@pytest.mark.sampled(0)
 def test_a_typo_and_a_wrong_type_are_seen_by_mypy(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     program = tmp_path / "program.py"

@@ -103,8 +103,8 @@ def _print_products(model: str, as_json: bool) -> int:
     """Which product each shape of a model's matrices takes, in both layouts for CPUs; 0."""
     import torch
 
+    from bitnet_ops.conversions import resolve
     from bitnet_ops.formats import sglbitnt
-    from bitnet_ops.loading.resolve import resolve
     from bitnet_ops.loading.weight_choice import Matrices
 
     file = resolve(model, convert=False).file
