@@ -84,7 +84,6 @@ CALLS: dict[Any, Callable[..., Any]] = {
         **{"prompts": [[7]], "limits": Limits(3), **given}
     ),
     Engine.abort: lambda engine, id: engine.abort(id) and id,
-    Engine.reused_tokens: lambda engine, id: engine.reused_tokens(id),
     Engine.close: lambda engine, seconds: engine.close(seconds),
     load: lambda **given: load(**given),
     LanguageModel.__init__: lambda lm, **given: LanguageModel(
@@ -214,7 +213,6 @@ TAKES: dict[str, Callable[[Any], bool]] = {
     "prompts": among([[1]]),
     "LanguageModel.generate_batch.prompts": among(*LISTS),
     "repetition_penalty": number(2**-126, 2**127),
-    "Engine.reused_tokens.id": integer(0),
     "scheduling": kind(SchedulerOptions, type(None)),
     "LanguageModel.score.texts": among(*TEXTS, [], (), *LISTS),
     "seed": either(nothing, integer(0, 2**63 - 1)),

@@ -510,6 +510,7 @@ def delete_in_the_list(page: Any) -> None:
 def delete_in_another_tab(page: Any) -> None:
     other = opened(page.context, page.url.split("#")[0])
     delete_in_the_list(other)
+    wait_until_shown(page, [])  # what a tab has not written yet is lost when it is closed
     other.close()
 
 

@@ -288,12 +288,6 @@ class Engine:
         self._messages.append(id)
         return True
 
-    def reused_tokens(self, id: int) -> int | None:
-        """How many of a running request's prompt the prefix cache spared; None: not known."""
-        check_integer("engine: expected id", id, 0)
-        request = self._requests.get(id)
-        return None if request is None else request.reused_tokens
-
     def start(
         self,
         prompts: Sequence[Sequence[int]],
@@ -707,7 +701,13 @@ class Engine:
         for one in sampled:
             ending = request.accept(one.token, max_positions)
             if ending is None or ending.reason != "stop":
-                new = NewToken(request.id, one.token, one.logprob, one.top_logprobs)
+                new = NewToken(
+                    request.id,
+                    one.token,
+                    one.logprob,
+                    one.top_logprobs,
+                    request.reused_tokens or 0,
+                )
                 self._told.append((request.consumer, new))
             if ending is not None:
                 break

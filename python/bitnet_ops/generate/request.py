@@ -111,13 +111,14 @@ class NewToken:
     """The request has one more token; stop ids are left out.
 
     `logprob` and `top_logprobs` ((token, logarithm), the most probable first) are there if the
-    request asks for them.
+    request asks for them. `reused_tokens`: of the prompt, that the prefix cache spared.
     """
 
     request_id: int
     token_id: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    reused_tokens: int = 0
 
 
 @dataclass(slots=True)

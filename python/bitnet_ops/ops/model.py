@@ -396,8 +396,8 @@ def model_step(
     Args:
         x, program, out_features, layout, largest: as `run_program` takes them.
         caches: its caches in the order in which they stand there, without names.
-        positions, slot_mapping, query_start_loc, seq_lens, block_table, logit_rows, adapters,
-            state_steps, draws: its step.
+        positions, slot_mapping, query_start_loc, seq_lens, block_table: of its step.
+        logit_rows, adapters, state_steps, draws: of its step.
     Returns:
         float32 [r, V], the logits.
     Raises:

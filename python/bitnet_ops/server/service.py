@@ -434,7 +434,7 @@ class Answer:
             if choice is None:  # it has ended by a stop text
                 continue
             if isinstance(event, NewToken):
-                self._first(event.request_id)
+                self._first(event)
                 self.timing.tokens += 1
                 self._service.metrics.generated += 1
                 choice.add(event, deltas)
@@ -450,12 +450,11 @@ class Answer:
         self.timing.last_s = time.perf_counter()
         return _merged(deltas)
 
-    def _first(self, id: int) -> None:
+    def _first(self, event: NewToken) -> None:
         if self.timing.first_s:
             return
         self.timing.first_s = time.perf_counter()
-        if (reused := self._engine.reused_tokens(id)) is not None:  # else it has ended already
-            self._cached(reused)
+        self._cached(event.reused_tokens)
 
     def _cached(self, tokens: int) -> None:
         """So many of the prompt's tokens were; what is told first counts."""

@@ -138,7 +138,9 @@ function know(kept) {
 }
 
 async function follow(id) {
+  const before = deleted.has(id);
   const kept = await settled(table("readonly").get(id));
+  if (!before && deleted.has(id)) return; // deleted here, while it was being read
   const mine = conversations.get(id);
   if (!kept) forget(id);
   else if (!mine) know(kept);
