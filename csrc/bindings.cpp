@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "engine/product_plan.h"
-#include "engine/table_probe.h"
+#include "engine/products/plan.h"
+#include "engine/products/tune.h"
 #include "format/layout.h"
 #include "kernels/dispatch.h"
 #include "kernels/features.h"
@@ -110,6 +110,18 @@ py::tuple packed_shape(const std::string& name, int64_t out_features, int64_t in
                         "'");
 }
 
+const char* choice_name(bitnet::ProductChoice choice) {
+  switch (choice) {
+    case bitnet::ProductChoice::kUsual:
+      return "usual";
+    case bitnet::ProductChoice::kPrior:
+      return "known";
+    case bitnet::ProductChoice::kMeasured:
+      return "measured";
+  }
+  return "";
+}
+
 // How a product of one matrix is made with the ISA in use.
 py::dict product_plan(const std::string& name, int64_t out_features, int64_t in_features,
                       int64_t tokens, int64_t threads, bool grouped) {
@@ -132,6 +144,25 @@ py::dict product_plan(const std::string& name, int64_t out_features, int64_t in_
   }
   throw py::value_error("product_plan: expected the name of a layout (layouts()), got '" + name +
                         "'");
+}
+
+// How long a sample of products like these takes by each algorithm, now.
+py::dict product_times(const std::string& name, int64_t tokens, bool grouped) {
+  for (const bitnet::layout::WeightFormat format : bitnet::layout::kWeightFormats) {
+    if (name != bitnet::layout::layout_of(format).name || tokens < 1) continue;
+    py::dict seconds;
+    for (const auto& time : bitnet::engine::time_products(bitnet::kernels(), {.format = format,
+                                                                              .tokens = tokens,
+                                                                              .k = 1,
+                                                                              .row_blocks = 1,
+                                                                              .block_rows = 1,
+                                                                              .grouped = grouped}))
+      seconds[time.row->name] = std::min(time.seconds[0], time.seconds[1]);
+    return seconds;
+  }
+  throw py::value_error(
+      "product_times: expected the name of a layout (layouts()) and tokens, got '" + name +
+      "' and " + std::to_string(tokens));
 }
 
 py::dict build_info() {
@@ -189,20 +220,20 @@ PYBIND11_MODULE(_runtime, m) {
         row["prefetch_bytes"] = bitnet::tuning().prefetch_bytes;
         row["head_bytes"] = bitnet::tuning().head_bytes;
         row["head_into_l2"] = bitnet::tuning().head_into_l2;
-        row["sum_tables"] =
-            bitnet::engine::tables_gain(bitnet::kernels(), bitnet::engine::kProbeTokens);
+        row["products"] = choice_name(bitnet::tuning().products);
+        row["sum_tables"] = bitnet::tuning().sum_tables;
         row["product"] = bitnet::engine::forced_product();
-        const auto probe = bitnet::engine::table_probe(bitnet::kernels());
-        row["sum_tables_gain"] = probe ? std::optional(probe->gain) : std::nullopt;
-        row["sum_tables_ms"] = probe ? std::optional(1000 * probe->seconds) : std::nullopt;
         return row;
       },
-      "What is tuned to the make of the CPU, or measured on it now where its make is not known.");
+      "What is tuned to the make of the CPU, and where the choice among products comes from.");
   m.def("product_names", &bitnet::engine::product_names,
         "Names of the rows of the lists of products, of every ISA of this build.");
   m.def("product_plan", &product_plan, py::arg("layout"), py::arg("out_features"),
         py::arg("in_features"), py::arg("tokens"), py::arg("threads"), py::arg("grouped") = false,
         "How a product of one matrix is made with the ISA in use.");
+  m.def("product_times", &product_times, py::arg("layout"), py::arg("tokens"),
+        py::arg("grouped") = false,
+        "How long a sample of products like these takes by each algorithm, now.");
   m.def("build_info", &build_info, "Compiler, torch and ABI floor of this build.");
   m.def(
       "attention_pages", [] { return bitnet::page_counts(); },

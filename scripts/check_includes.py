@@ -43,7 +43,7 @@ RULES = [
     ("tests/", r"(tests|engine|runtime|format|kernels)/.*", NEITHER),
     (
         "bindings",
-        r"bindings.*|(runtime|format)/.*|engine/(product_plan|table_probe)\.h|"
+        r"bindings.*|(runtime|format)/.*|engine/products/(plan|tune)\.h|"
         r"kernels/(dispatch|features|kernel_table|pair_unit|tile_check)\.h",
         NO_TORCH,
     ),

@@ -3,7 +3,7 @@
 // for bit.
 #pragma once
 
-#include "engine/product.h"
+#include "engine/products/product.h"
 #include "engine/row_ops.h"
 
 namespace bitnet::engine {

@@ -5,7 +5,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "engine/group_product.h"
+#include "engine/products/group_product.h"
 #include "engine/row_ops.h"
 #include "engine/sample.h"
 #include "format/layout.h"

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "engine/product_plan.h"
+#include "engine/products/plan.h"
 #include "format/layout.h"
 #include "runtime/parallel.h"
 

@@ -45,8 +45,7 @@ ProductJob job_of(const Weight& w, int64_t begin, int64_t end) {
       .block_bytes = rows ? w.block_bytes / w.block_rows : w.block_bytes,
       .k_steps = rows ? layout::row_bytes_for(w.k) : w.k_steps,
       .blocks = rows ? std::min(end * w.block_rows, w.n_rows) - begin * w.block_rows : end - begin,
-      .prefetch_bytes = tuning().prefetch_bytes,
-      .shared_ports = tuning().shared_ports};
+      .prefetch_bytes = tuning().prefetch_bytes};
 }
 
 }  // namespace bitnet::engine

@@ -187,6 +187,7 @@ struct KernelTable {
   // The products of this ISA, best first (kernels/products.h); the last row takes what is left.
   int64_t tile_lanes;
   const ProductAlgorithm* products;
+  ProductChoices* choices;  // among them
   // A group's step of a product for sums that are there: out = fma(float(sum), w_scale * x_scale,
   // out), of row i and token m: sums[m * sums_stride + i], w_scale[i], x_scale[m] (null: 1), out[m
   // * out_stride + i].
@@ -386,7 +387,7 @@ struct KernelTable {
 // The rows of an ISA's table: each function has the name of its row.  One left out would be a null
 // pointer at run time; -Wmissing-field-initializers and the table test see that.
 #define BITNET_KERNELS(lanes)                                                                   \
-  .tile_lanes = lanes, .products = kProducts, .add_group = add_group,                           \
+  .tile_lanes = lanes, .products = kProducts, .choices = &choices, .add_group = add_group,      \
   .column_product = column_product, .list_nonzero = list_nonzero, .sum_i8 = sum_i8,             \
   .quantize_row = quantize_row, .store_block = store_block, .load_row = load_row,               \
   .store_row = store_row, .round_row = round_row, .store_cache_row = store_cache_row,           \

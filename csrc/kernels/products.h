@@ -1,6 +1,6 @@
 // Products of ternary weights with quantised tokens: the one job, and what a row of the list of
 // algorithms says about itself. An ISA's list is ternary/algorithms.inl; which row a product takes
-// is decided in engine/product_plan.cpp. Every row that takes a shape gives the same bits.
+// is decided in engine/products/plan.cpp. Every row that takes a shape gives the same bits.
 #pragma once
 
 #include <cstddef>
@@ -22,11 +22,10 @@ struct ProductShape {
   int64_t tokens, k;
   int64_t row_blocks, block_rows;  // of all matrices that share the tokens
   int64_t planes = 1;
-  bool grouped = false;       // has scales of groups
-  bool blocked = true;        // and they lie beside the tiles
-  bool scratch = false;       // a call may get memory
-  bool splits_k = false;      // K may be cut: the caller has a place for the sums of the parts
-  bool shared_ports = false;  // Tuning::shared_ports; a matter of time, not of sums
+  bool grouped = false;   // has scales of groups
+  bool blocked = true;    // and they lie beside the tiles
+  bool scratch = false;   // a call may get memory
+  bool splits_k = false;  // K may be cut: the caller has a place for the sums of the parts
 
   bool tiles() const { return format != layout::WeightFormat::kCanonical; }
   // Tokens in row-major order alone: sums over groups are taken of rows as they lie.
@@ -89,7 +88,6 @@ struct ProductJob {
   float* values = nullptr;
   int64_t out_stride = 0;      // at least the rows of all blocks
   int64_t prefetch_bytes = 0;  // how far ahead of the weight stream to prefetch
-  bool shared_ports = false;   // as in ProductShape
   void* scratch = nullptr;     // ProductBlocking::scratch_bytes, aligned to 64; null: does without
 
   bool grouped() const { return group_steps != 0; }
@@ -123,7 +121,8 @@ struct ProductAlgorithm {
   const char* name;
   // Whether it can make products of this shape.
   bool (*takes)(const ProductShape& shape);
-  // Whether it is the fastest of this row and those behind it, as far as this ISA is known.
+  // Whether it is the fastest of this row and those behind it, as far as this ISA is known;
+  // ProductChoices know more of the CPU.
   bool (*usual)(const ProductShape& shape);
   ProductBlocking (*blocking)(const ProductShape& shape);
   // The sums or values of the job; of sums then store_block(*epilogue), where there is one, in one
@@ -133,5 +132,50 @@ struct ProductAlgorithm {
 
 // No list has more rows.
 inline constexpr int64_t kMostProducts = 8;
+
+// The rows of a list that this CPU takes: of tiles by format, scales of groups, planes and numbers
+// of tokens, with memory for scratch and without. engine/products/tune.h fills it in; an empty
+// place leaves the choice to ProductAlgorithm::usual.
+struct ProductChoices {
+  // Tokens, times planes, from which a place is.
+  static constexpr int64_t kFrom[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 13, 16, 24, 32, 64};
+  static constexpr int64_t kPlaces = sizeof(kFrom) / sizeof(kFrom[0]);
+  static constexpr int64_t kKinds = 6;  // 2 bit or base 3 x no groups, groups, groups of two planes
+
+  struct Choice {
+    const ProductAlgorithm* row[2] = {};  // without scratch, with it; read and written atomically
+    int state = 0;                        // of engine/products/tune.cpp
+    float seconds[kMostProducts] = {};    // that rows took; 0: not measured
+  };
+  Choice places[kKinds][kPlaces];
+
+  [[gnu::always_inline]] static int64_t kind_of(const ProductShape& s) {
+    const int64_t kind = !s.grouped ? 0 : s.planes == 2 ? 2 : 1;
+    return 2 * kind + (s.format == layout::WeightFormat::kBase3 ? 1 : 0);
+  }
+  [[gnu::always_inline]] static int64_t place_of(const ProductShape& s) {
+    const int64_t rows = s.tokens * s.planes;
+    int64_t place = kPlaces - 1;
+    while (place > 0 && rows < kFrom[place]) --place;
+    return place;
+  }
+  [[gnu::always_inline]] Choice& of(const ProductShape& s) {
+    return places[kind_of(s)][place_of(s)];
+  }
+};
+
+// The row of `list` that makes a product of this shape; null choices: the usual one.
+[[gnu::always_inline]] inline const ProductAlgorithm& chosen(const ProductAlgorithm* list,
+                                                             ProductChoices* choices,
+                                                             const ProductShape& s) {
+  if (choices != nullptr && s.tiles()) {
+    const ProductAlgorithm* row =
+        __atomic_load_n(&choices->of(s).row[s.scratch ? 1 : 0], __ATOMIC_RELAXED);
+    if (row != nullptr && row->takes(s)) return *row;
+  }
+  const ProductAlgorithm* row = list;
+  while (!row->usual(s)) ++row;
+  return *row;
+}
 
 }  // namespace bitnet

@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "engine/product.h"
+#include "engine/products/product.h"
 #include "ops/checks.h"
 
 namespace bitnet::ops {

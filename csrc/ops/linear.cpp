@@ -1,5 +1,6 @@
-// quantize_activations, gemv, gemm, linear: checks and results; engine/product.h does the rest.
-#include "engine/product.h"
+// quantize_activations, gemv, gemm, linear: checks and results; engine/products/product.h does the
+// rest.
+#include "engine/products/product.h"
 
 #include "format/layout.h"
 #include "ops/checks.h"

@@ -1,10 +1,11 @@
 // The table of CPU makes and the override by the environment; see tuning.h.  Distances measured:
-// docs/log.md; ports: docs/notes/counts.md.  Must not know kernels.
+// docs/log.md.  Must not know kernels.
 #include "runtime/tuning.h"
 
 #include <algorithm>
 #include <cctype>
 #include <cstdlib>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -17,7 +18,7 @@ namespace {
 
 struct Cpu {
   std::string vendor;
-  unsigned family = 0;
+  unsigned family = 0, model = 0;
 };
 
 Cpu this_cpu() {
@@ -33,6 +34,7 @@ Cpu this_cpu() {
   }
   if (__get_cpuid(1, &a, &b, &c, &d) != 0) {
     cpu.family = a >> 8 & 0xf;
+    cpu.model = (a >> 4 & 0xf) | (a >> 12 & 0xf0);
     if (cpu.family == 0xf) cpu.family += a >> 20 & 0xff;
   }
 #endif
@@ -40,8 +42,8 @@ Cpu this_cpu() {
 }
 
 constexpr const char* kVariable = "BITNET_OPS_TUNING";
-constexpr const char* kKeys[] = {"prefetch", "tables", "product", "spread", "back_off"};
-constexpr const char* kNamesOfKeys = "prefetch, tables, product, spread or back_off";
+constexpr const char* kKeys[] = {"prefetch", "tables", "measure", "product", "spread", "back_off"};
+constexpr const char* kNamesOfKeys = "prefetch, tables, measure, product, spread or back_off";
 
 // What a person has set, and where; `part` is "key=" in a list of them.
 struct Setting {
@@ -104,39 +106,49 @@ void override_distance(Tuning& row) {
   if (!level.empty()) row.head_into_l2 = level == ":L2";
 }
 
-void override_tables(Tuning& row) {
-  const Setting use = find("tables");
-  if (use.value.empty()) return;
-  if (use.value == "0") {
-    row.sum_tables = TableUse::kOff;
-  } else if (use.value == "1") {
-    row.sum_tables = TableUse::kOn;
-  } else if (use.value == "measure") {
-    row.sum_tables = TableUse::kMeasured;
-  } else {
-    reject(use, "0, 1 or measure", "it says whether products of many tokens use tables of sums");
+// Whether `key` is set, and then to 1; other values than 0 and 1 are rejected.
+std::optional<bool> flag(const char* key, const char* what) {
+  const Setting found = find(key);
+  if (found.value.empty()) return std::nullopt;
+  if (found.value != "0" && found.value != "1") reject(found, "0 or 1", what);
+  return found.value == "1";
+}
+
+// By vendor, and by what was timed: Zen 3 and 4, Sapphire and Emerald Rapids.
+Tuning row_of(const Cpu& cpu) {
+  constexpr unsigned kZen3 = 0x19, kZen5 = 0x1a;  // the family of Zen 4 is that of Zen 3
+  constexpr unsigned kSapphireRapids = 0x8f, kEmeraldRapids = 0xcf;
+  if (cpu.vendor == "AuthenticAMD") {
+    if (cpu.family == kZen3)
+      return {"AMD Zen 3 or 4", 6144, 512, true, true, ProductChoice::kPrior};
+    const bool newer = cpu.family >= kZen5;
+    return {newer ? "AMD Zen 5 and later" : "AMD before Zen 3",
+            6144,
+            newer ? 6144 : 512,
+            !newer,
+            true,
+            ProductChoice::kMeasured};
   }
+  if (cpu.vendor == "GenuineIntel" && cpu.family == 6) {
+    if (cpu.model == kSapphireRapids || cpu.model == kEmeraldRapids)
+      return {"Intel Sapphire or Emerald Rapids", 2048, 2048, false, false, ProductChoice::kPrior};
+  }
+  return {cpu.vendor == "GenuineIntel" ? "Intel" : "unknown",
+          2048,
+          2048,
+          false,
+          false,
+          ProductChoice::kMeasured};
 }
 
 Tuning choose() {
-  constexpr unsigned kZen3 = 0x19, kZen5 = 0x1a;  // the family of Zen 4 is that of Zen 3
-  const Cpu cpu = this_cpu();
-  Tuning row{"unknown", 2048, 2048, false, true, false, TableUse::kMeasured};
-  if (cpu.vendor == "AuthenticAMD") {
-    const bool newer = cpu.family >= kZen5;
-    row = {newer ? "AMD Zen 5 and later" : "AMD up to Zen 4",
-           6144,
-           newer ? 6144 : 512,
-           !newer,
-           false,
-           true,
-           cpu.family == kZen3 ? TableUse::kOn : TableUse::kMeasured};
-  }
-  if (cpu.vendor == "GenuineIntel")
-    row = {"Intel", 2048, 2048, false, true, false, TableUse::kMeasured};
+  Tuning row = row_of(this_cpu());
   check_keys();
   override_distance(row);
-  override_tables(row);
+  row.sum_tables = flag("tables", "it says whether products of many tokens may use tables of sums")
+                       .value_or(true);
+  const auto measured = flag("measure", "it says whether products are measured at their first use");
+  if (measured) row.products = *measured ? ProductChoice::kMeasured : ProductChoice::kUsual;
   row.product = setting("product");
   return row;
 }

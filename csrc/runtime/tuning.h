@@ -7,10 +7,11 @@
 
 namespace bitnet {
 
-enum class TableUse {
-  kOff,
-  kOn,
-  kMeasured,  // by the first product that could use tables (engine/table_probe.h)
+// Where the choice among the algorithms of a product comes from (engine/products/tune.h).
+enum class ProductChoice {
+  kUsual,     // from the order of the ISA's list alone
+  kPrior,     // and from what is known of this make of CPU
+  kMeasured,  // from a measurement of each kind of product, at its first use
 };
 
 struct Tuning {
@@ -22,22 +23,21 @@ struct Tuning {
   // only has to be told where a stream goes on.
   int64_t head_bytes;
   bool head_into_l2;
-  // 512-bit vectors have two ports for all instructions, so decoding a weight delays products.
-  bool shared_ports;
   // vdpbf16ps, where it is, takes no longer than a multiply-add, which does half of its work. On
   // Sapphire Rapids it takes four times as long.
   bool fast_pairs;
-  // Whether many tokens are multiplied by tables of sums (ternary/tables.inl), where an ISA has
-  // them. They need many instructions and loads a cycle: Zen 3 and 4 gain, others are not known.
-  TableUse sum_tables;
+  ProductChoice products;
+  // Whether products of many tokens may use tables of sums (ternary/tables.inl).
+  bool sum_tables = true;
   // The algorithm (a name of the kernels' list of products) that is taken wherever it can be;
   // empty: as the shape asks for.
   std::string product = {};
 };
 
 // The row of this CPU, and what BITNET_OPS_TUNING says of it: prefetch=bytes (0 to 65536) the
-// distance, bytes:L1 or bytes:L2 where the heads fetch to as well; tables=0, 1 or measure whether
-// tables of sums are used; product=name.  Throws std::runtime_error on another value or key.
+// distance, bytes:L1 or bytes:L2 where the heads fetch to as well; tables=0 or 1 whether tables of
+// sums may be used; measure=0 that the ISA's usual products are taken, 1 that each is measured;
+// product=name.  Throws std::runtime_error on another value or key.
 const Tuning& tuning();
 
 // The value of a key in BITNET_OPS_TUNING="key=value,key=value", or of the variable of its own that

@@ -29,7 +29,7 @@ void name_case_and_die(const char* crash) {
 // Products by tables of sums wherever an ISA has them, whether or not they gain on this CPU; those
 // by multiplication are tested as kernels, and in products that are too small for tables.
 void use_tables() {
-  if (std::getenv("BITNET_OPS_TUNING") == nullptr) set_variable("BITNET_OPS_TUNING", "tables=1");
+  if (std::getenv("BITNET_OPS_TUNING") == nullptr) set_variable("BITNET_OPS_TUNING", "measure=0");
 }
 
 // What runs, and whether it is what BITNET_TEST_EXPECT promises.

@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/product_plan.h"
+#include "engine/products/plan.h"
 #include "kernels/dispatch.h"
 #include "kernels/isa_tables.h"
 #include "kernels/kernel_table.h"

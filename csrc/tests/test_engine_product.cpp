@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "engine/pack.h"
-#include "engine/product.h"
+#include "engine/products/product.h"
 #include "format/layout.h"
 #include "tests/check.h"
 #include "tests/random.h"

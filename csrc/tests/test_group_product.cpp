@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "engine/pack.h"
-#include "engine/product.h"
+#include "engine/products/product.h"
 #include "format/layout.h"
 #include "tests/check.h"
 #include "tests/random.h"
@@ -233,21 +233,14 @@ void worst_cases(const KernelTable& table, int64_t group, int64_t n, int64_t tok
   }
 }
 
-// The same table for CPUs with other ports than this one's; one at a time.
-KernelTable other_ports(const KernelTable& table) {
-  static const KernelTable* plain;
-  plain = &table;
+// The same table for a CPU that takes the plainest row for every product of tiles; one at a time.
+KernelTable plainest(const KernelTable& table) {
+  static ProductAlgorithm rows[kMostProducts];
   KernelTable other = table;
-  static constexpr ProductAlgorithm kFlipped[kMostProducts] = {
-      {"flipped", [](const ProductShape&) { return true; },
-       [](const ProductShape&) { return true; },
-       [](const ProductShape&) { return ProductBlocking{}; },
-       [](const ProductJob& job, const EpilogueJob* epilogue) {
-         ProductJob flipped = job;
-         flipped.shared_ports = !job.shared_ports;
-         run_usual(*plain, flipped, epilogue);
-       }}};
-  other.products = kFlipped;
+  other.choices = nullptr;
+  rows[0] = *engine::find_algorithm(table, "direct");
+  rows[1] = *engine::find_algorithm(table, "canonical");
+  other.products = rows;
   return other;
 }
 
@@ -278,12 +271,12 @@ void not_finite(const KernelTable& table) {
   }
 }
 
-// Every table, and the same for CPUs of other ports.
+// Every table, and the same for CPUs that make other choices.
 template <class F>
 void for_tables(const F& f) {
   use_plain_threads();
   for (const KernelTable* plain : tables_under_test()) {
-    const KernelTable copy = *plain, other = other_ports(copy);
+    const KernelTable copy = *plain, other = plainest(copy);
     f(copy);
     f(other);
   }

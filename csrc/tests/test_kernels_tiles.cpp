@@ -61,21 +61,16 @@ class TileTest {
     job.sums = out;
     job.out_stride = out_stride;
     job.prefetch_bytes = tokens % 2 * 6144;
-    for (const bool shared_ports : {false, true}) {
-      job.shared_ports = shared_ports;
-      const ProductAlgorithm& usual = engine::algorithm_for(table, engine::shape_of(job));
-      for (const ProductAlgorithm* row : products_of(table)) {
-        ProductShape shape = engine::shape_of(job);
-        shape.scratch = true;
-        // every row that takes the job gives the same sums; one of both ports is enough
-        if (!row->takes(shape) || (row != &usual && shared_ports != (tokens % 2 == 0))) continue;
-        const int64_t bytes = row->blocking(shape).scratch_bytes;
-        job.scratch = bytes == 0 ? nullptr : scratch_.place<char>(bytes, {true, 0});
-        std::fill_n(out, (tokens - 1) * out_stride + rows, 77);
-        row->run(job, nullptr);
-        check(p, job, rows, row->name);
-        CHECK(out_.intact() && scratch_.intact(), "%s wrote outside of a buffer", row->name);
-      }
+    for (const ProductAlgorithm* row : products_of(table)) {
+      ProductShape shape = engine::shape_of(job);
+      shape.scratch = true;
+      if (!row->takes(shape)) continue;  // every row that takes the job gives the same sums
+      const int64_t bytes = row->blocking(shape).scratch_bytes;
+      job.scratch = bytes == 0 ? nullptr : scratch_.place<char>(bytes, {true, 0});
+      std::fill_n(out, (tokens - 1) * out_stride + rows, 77);
+      row->run(job, nullptr);
+      check(p, job, rows, row->name);
+      CHECK(out_.intact() && scratch_.intact(), "%s wrote outside of a buffer", row->name);
     }
   }
 
@@ -85,9 +80,8 @@ class TileTest {
       for (int64_t n = 0; n < rows; ++n) {
         const int64_t want = p.answer[at((t + 1) * p.rows() - rows + n)];
         const int32_t got = job.sums[t * job.out_stride + n];
-        CHECK(got == want, "%s, shared ports %d, token %d row %d: %d, not %lld", row,
-              job.shared_ports, static_cast<int>(t), static_cast<int>(n), got,
-              static_cast<long long>(want));
+        CHECK(got == want, "%s, token %d row %d: %d, not %lld", row, static_cast<int>(t),
+              static_cast<int>(n), got, static_cast<long long>(want));
       }
     }
   }

@@ -277,7 +277,7 @@ void wide_products_on_many_threads(const KernelTable& table, int64_t tokens) {
 
 void begin_threads() {
   // more threads than CPUs gain nothing, and those that back off prove nothing
-  set_variable("BITNET_OPS_TUNING", "tables=1,back_off=0");
+  set_variable("BITNET_OPS_TUNING", "measure=0,back_off=0");
   use_plain_threads();
 }
 

@@ -63,10 +63,10 @@ def tuning() -> dict[str, str | int | bool | float | None]:
 
     "prefetch_bytes": how far ahead weights are prefetched; "head_bytes": a head's, for one token;
     "head_into_l2": those only into L2;
+    "products": where the choice among the algorithms of a product comes from: "known" of this make
+    of CPU, "measured" at the first product of each kind, or "usual" for the instruction set;
     "product": the row of the list of products that is taken wherever it can be, "" for none;
-    "sum_tables": with the ISA in use, products of many tokens use tables of sums;
-    "sum_tables_gain": how much faster those were than multiplying, None where the row decides;
-    "sum_tables_ms": what measuring took. The first call may measure, as the first product would.
+    "sum_tables": products of many tokens may use tables of sums.
     """
 
 def product_names() -> list[str]:
@@ -85,6 +85,14 @@ def product_plan(
     "algorithm": its row of the list of products; into how many "token_blocks", "k_parts" and, at
     least, "row_parts" its work is cut. Raises ValueError for another layout, or numbers that are
     not from 1 to 2^20. As the first product does, it may measure.
+    """
+
+def product_times(layout: str, tokens: int, grouped: bool = False) -> dict[str, float]:
+    """Seconds that a sample of products with so many tokens takes by each algorithm, now.
+
+    A matrix of 1024 x 1024 in `layout`, one thread, the shortest of some turns; tokens are rounded
+    down to the number that shares its choice. The first is what the instruction set usually takes.
+    Empty where there is nothing to choose. Raises ValueError for another layout, or no tokens.
     """
 
 def build_info() -> dict[str, str | int]:

@@ -56,9 +56,8 @@ def test_json_has_every_field(facts: dict[str, Any]) -> None:
             "prefetch_bytes",
             "head_bytes",
             "head_into_l2",
+            "products",
             "sum_tables",
-            "sum_tables_gain",
-            "sum_tables_ms",
             "error",
         },
         "weight_format": {"named", "error"},
@@ -138,13 +137,14 @@ def test_placement_is_shown() -> None:
     [
         ("BITNET_OPS_MEMORY", "everywhere", "first_touch or interleave"),
         ("BITNET_OPS_TUNING", "prefetch=far", "prefetch=bytes from 0 to 65536"),
-        ("BITNET_OPS_TUNING", "tables=yes", "tables=0, 1 or measure"),
+        ("BITNET_OPS_TUNING", "tables=yes", "tables=0 or 1"),
         (
             "BITNET_OPS_TUNING",
             "fast",
-            "key=value, the key prefetch, tables, product, spread or back_off",
+            "key=value, the key prefetch, tables, measure, product, spread or back_off",
         ),
-        ("BITNET_OPS_TABLES", "yes", "0, 1 or measure"),
+        ("BITNET_OPS_TABLES", "yes", "0 or 1"),
+        ("BITNET_OPS_TUNING", "measure=2", "measure=0 or 1"),
         ("BITNET_OPS_WEIGHT_FORMAT", "3bit", "one of canonical, 2bit, 1.6bit"),
     ],
 )
@@ -158,26 +158,18 @@ def test_an_ill_set_variable_is_an_error_with_the_remedy(
     assert f"remedy: unset {variable}" in said
 
 
-@pytest.mark.parametrize("isa", _runtime.available_isas())
-def test_measured_tables_are_shown_with_their_gain(isa: str) -> None:
-    facts = json.loads(
-        run_doctor("--json", BITNET_OPS_TUNING="tables=measure", BITNET_OPS_ISA=isa).stdout
-    )["tuning"]
-    gain, text = facts["sum_tables_gain"], doctor._tables_text(facts)
-    assert (gain is not None) == isa.startswith("avx")  # elsewhere there are none
-    assert facts["sum_tables"] == (gain is not None and gain >= 1.05)
-    said = "on" if facts["sum_tables"] else "off"
-    how = "" if gain is None else f"; measured: {gain:.2f} times as fast as multiplying"
-    assert text == f"of sums, for many tokens: {said}{how}"
-
-
-def test_tables_that_are_not_measured_have_no_gain() -> None:
-    for use in ("0", "1"):
-        facts = json.loads(run_doctor("--json", BITNET_OPS_TUNING=f"tables={use}").stdout)["tuning"]
-        assert facts["sum_tables_gain"] is None and facts["sum_tables_ms"] is None
-        said = "on" if facts["sum_tables"] else "off"
-        assert doctor._tables_text(facts) == f"of sums, for many tokens: {said}"
-        assert use == "1" or said == "off"
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("measure=1", "measured at their first use"),
+        ("measure=0", "as usual for the instruction set"),
+        ("measure=0,tables=0", "as usual for the instruction set; without tables"),
+        ("measure=0,product=direct", "as usual for the instruction set; direct where it can be"),
+    ],
+)
+def test_the_choice_of_products_is_shown(setting: str, said: str) -> None:
+    facts = json.loads(run_doctor("--json", BITNET_OPS_TUNING=setting).stdout)["tuning"]
+    assert doctor._products_text(facts) == said
 
 
 def test_interleaved_nodes_are_no_problem(healthy: dict[str, Any]) -> None:
@@ -420,6 +412,10 @@ def test_products_of_a_model_are_shown(capsys: pytest.CaptureFixture[str]) -> No
         assert [plan["tokens"] for plan in row["plans"]] == [1, 4, 16, 64, 512]
         assert all(plan["algorithm"] in known for plan in row["plans"])
         assert row["plans"][0]["algorithm"] == "gemv"
+    assert found["chosen"] in ("known", "measured", "usual")
+    for time in found["times"]:
+        assert set(time["seconds"]) <= set(known) and len(time["seconds"]) != 1
+        assert time["tokens"] != 1 or not time["seconds"], "one token is bound by memory"
     assert cli.main(["doctor", "--products", model]) == 0
     assert "1: gemv" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""BITNET_OPS_TUNING=tables=measure: what asks for the measurement; no result depends on it.
+"""BITNET_OPS_TUNING=measure=1: threads that come at once, and no result depends on the choice.
 
 A process measures once for an ISA, so each case has one of its own.
 """
@@ -9,13 +9,12 @@ import ast
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
-from isa_control import ISAS
+from bitnet_ops import _runtime
+from isa_control import ISAS, forced_isa
 
-HAVE_TABLES = {"avx2", "avx_vnni", "avx512_vnni"}
 # Six threads at once, each with inputs of its own; what the row says before and after.
 PROGRAM = """
 import hashlib, sys, threading, torch
@@ -39,32 +38,34 @@ print(_runtime.tuning())
 """
 
 
-def row_after(use: str, isa: str, fmt: str = "2bit") -> dict[str, Any]:
+@pytest.mark.parametrize("fmt", ["2bit", "1.6bit"])
+@pytest.mark.parametrize("isa", ISAS)
+def test_threads_that_come_at_once_get_the_same_sums(isa: str, fmt: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, fmt],
-        env={**os.environ, "BITNET_OPS_TUNING": f"tables={use}", "BITNET_OPS_ISA": isa},
+        env={**os.environ, "BITNET_OPS_TUNING": "measure=1", "BITNET_OPS_ISA": isa},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    row: dict[str, Any] = ast.literal_eval(done.stdout)
-    return row
+    assert ast.literal_eval(done.stdout)["products"] == "measured"
 
 
+@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("fmt", ["2bit", "1.6bit"])
 @pytest.mark.parametrize("isa", ISAS)
-def test_threads_that_come_at_once_get_the_same_sums(isa: str, fmt: str) -> None:
-    row = row_after("measure", isa, fmt)
-    if isa in HAVE_TABLES:
-        assert row["sum_tables_gain"] > 0 and row["sum_tables_ms"] > 0
-        assert row["sum_tables"] == (row["sum_tables_gain"] >= 1.05)
-    else:
-        assert (row["sum_tables"], row["sum_tables_gain"]) == (False, None)
+def test_times_of_products(isa: str, fmt: str, grouped: bool) -> None:
+    known = set(_runtime.product_names())
+    with forced_isa(isa):
+        assert _runtime.product_times(fmt, 1, grouped) == {}
+        for tokens in (4, 16, 100):
+            seconds = _runtime.product_times(fmt, tokens, grouped)
+            assert set(seconds) <= known and all(0 < s < 10 for s in seconds.values())
+            plan = _runtime.product_plan(fmt, 1024, 1024, tokens, 1, grouped)
+            assert not seconds or plan["algorithm"] in seconds
 
 
-@pytest.mark.parametrize("isa", ISAS)
-def test_nothing_is_measured_where_the_variable_decides(isa: str) -> None:
-    for use in ("0", "1"):
-        row = row_after(use, isa)
-        assert row["sum_tables"] == (use == "1" and isa in HAVE_TABLES)
-        assert row["sum_tables_gain"] is None
+@pytest.mark.parametrize(("fmt", "tokens"), [("3bit", 4), ("2bit", 0)])
+def test_times_of_no_product_are_an_error(fmt: str, tokens: int) -> None:
+    with pytest.raises(ValueError, match=r"^product_times: expected the name of a layout"):
+        _runtime.product_times(fmt, tokens)

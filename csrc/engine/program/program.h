@@ -21,7 +21,7 @@
 #include "engine/head.h"
 #include "engine/kept.h"
 #include "engine/lora.h"
-#include "engine/product.h"
+#include "engine/products/product.h"
 #include "engine/program/listing.h"
 #include "engine/sparsity.h"
 

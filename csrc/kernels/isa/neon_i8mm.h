@@ -48,7 +48,7 @@ struct TokenPairs {
   };
   struct TwoBitPlain : TwoBit {
     static constexpr int64_t kPanelSteps = 128;
-    static constexpr int64_t panel_from(bool) { return 13; }
+    static constexpr int64_t kPanelFrom = 13;
   };
 
   // Base3 and Base3Digits of vnni_tiles.h.
@@ -83,7 +83,7 @@ struct TokenPairs {
     using Pairs = TokenPairs;
     static constexpr int kFields = 5, kDots = 5, kTokens = 4, kZeroCode = 2;
     static constexpr int64_t kFlush = int64_t{1} << 30, kPanelSteps = 128;
-    static constexpr int64_t panel_from(bool) { return 9; }
+    static constexpr int64_t kPanelFrom = 9;
     using Prepared = Base3::Prepared;
     static Prepared prepare(TileStep q) { return Base3::prepare(q); }
     template <int F>

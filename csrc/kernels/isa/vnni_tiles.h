@@ -28,10 +28,7 @@ struct TwoBit {
 };
 // The same decoded to memory.
 struct TwoBitPlain : TwoBit {
-  static constexpr int64_t kPanelSteps = kVnniPanelSteps;
-  static constexpr int64_t panel_from(bool shared_ports) {
-    return shared_ports ? kTwoBitPanelFrom : 0;
-  }
+  static constexpr int64_t kPanelSteps = kVnniPanelSteps, kPanelFrom = kTwoBitPanelFrom;
 };
 
 // For several tokens fewer dots count more than fewer byte operations: digits 1..3 times 64 are the
@@ -39,8 +36,8 @@ struct TwoBitPlain : TwoBit {
 struct Base3Digits {
   static constexpr int kFields = 5, kDots = 5, kUnroll = 1, kTokens = kBase3DigitsTokens;
   static constexpr int kZeroCode = 2, kFactor = 64;
-  static constexpr int64_t kFlush = int64_t{1} << 30, kPanelSteps = kVnniPanelSteps;
-  static constexpr int64_t panel_from(bool) { return kBase3PanelFrom; }
+  static constexpr int64_t kFlush = int64_t{1} << 30;
+  static constexpr int64_t kPanelSteps = kVnniPanelSteps, kPanelFrom = kBase3PanelFrom;
   struct Prepared {
     TileStep q[5];
   };

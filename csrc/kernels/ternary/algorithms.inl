@@ -121,7 +121,7 @@ struct InPanel {
     bool usual = false;
     if (takes(s)) {
       with_decoders(s.format, [&]<class, class, class D>() {
-        if constexpr (HasPanel<D>) usual = takes_panel<D>(s.tokens * s.planes, s.shared_ports);
+        if constexpr (HasPanel<D>) usual = s.tokens * s.planes >= D::kPanelFrom;
       });
     }
     return usual;
@@ -136,16 +136,22 @@ struct InPanel {
   }
 };
 
+// A decoder's other form, for a format that has one: see HasWide.
+template <bool kWide>
 struct Direct {
-  static bool takes(const ProductShape& s) { return s.tiles(); }
+  static bool takes(const ProductShape& s) {
+    if (!kWide) return s.tiles();
+    return s.format == layout::WeightFormat::kBase3 && s.tokens * s.planes >= kWideFrom<Base3>;
+  }
   static bool usual(const ProductShape& s) { return takes(s); }
   template <class, class D, class>
   static void sums(const ProductJob& job) {
     for_token_groups<D::kTokens, kTokensTogether<D>>(job.tokens, [&]<int T>(int64_t token) {
-      if constexpr (HasWide<D, T>) {
-        if (!job.shared_ports) return tiles_direct<typename WideOr<D>::Type, T>(job, token);
+      if constexpr (kWide && HasWide<D, T>) {
+        tiles_direct<typename WideOr<D>::Type, T>(job, token);
+      } else {
+        tiles_direct<D, T>(job, token);
       }
-      tiles_direct<D, T>(job, token);
     });
   }
   template <class, class D, class, int kPlanes, class S>
@@ -153,11 +159,11 @@ struct Direct {
     constexpr int kTokens = D::kTokens < kPlanes ? 1 : D::kTokens / kPlanes;
     constexpr int kTogether = kPlanes == 1 ? kTokensTogether<D> : 1;
     for_token_groups<kTokens, kTogether>(job.tokens, [&]<int T>(int64_t token) {
-      if constexpr (HasWide<D, T * kPlanes>) {
-        if (!job.shared_ports)
-          return tiles_groups<typename WideOr<D>::Type, T, kPlanes, S>(job, token);
+      if constexpr (kWide && HasWide<D, T * kPlanes>) {
+        tiles_groups<typename WideOr<D>::Type, T, kPlanes, S>(job, token);
+      } else {
+        tiles_groups<D, T, kPlanes, S>(job, token);
       }
-      tiles_groups<D, T, kPlanes, S>(job, token);
     });
   }
 };
@@ -289,7 +295,8 @@ constexpr ProductList make_products() {
   }
   list.add(tiles_row<Gemv>("gemv"));
   if constexpr (kHasTwoBitPanel || kHasBase3Panel) list.add(tiles_row<InPanel>("panel"));
-  list.add(tiles_row<Direct>("direct"));
+  if constexpr (kWideFrom<Base3> > 0) list.add(tiles_row<Direct<true>>("wide"));
+  list.add(tiles_row<Direct<false>>("direct"));
   list.add({"canonical", CanonicalRows::takes, CanonicalRows::usual, vector_blocking,
             CanonicalRows::run});
   return list;
@@ -297,6 +304,7 @@ constexpr ProductList make_products() {
 
 constexpr ProductList kProductList = make_products<MatrixUnit, SumTables>();
 constexpr const ProductAlgorithm* kProducts = kProductList.rows;
+ProductChoices choices;
 
 void multiply_tiles(const ProductJob& job) {
   const ProductShape shape{.format = job.format,
@@ -305,9 +313,6 @@ void multiply_tiles(const ProductJob& job) {
                            .row_blocks = job.blocks,
                            .block_rows = tile_rows_of(job.format),
                            .planes = job.planes,
-                           .grouped = job.grouped(),
-                           .shared_ports = job.shared_ports};
-  const ProductAlgorithm* row = kProducts;
-  while (!row->usual(shape)) ++row;
-  row->run(job, nullptr);
+                           .grouped = job.grouped()};
+  chosen(kProducts, &choices, shape).run(job, nullptr);
 }

@@ -1,16 +1,10 @@
 // Many tokens x tiles: a block of k-steps is decoded to memory once and multiplied with every
 // token. Uses tiles.inl.
 
-// Decoders that decode to memory from panel_from(shared_ports) tokens on (0: never), D::kPanelSteps
+// Decoders that decode to memory, usually from D::kPanelFrom tokens on (0: never), D::kPanelSteps
 // k-steps at a time.
 template <class D>
-concept HasPanel = requires { requires D::panel_from(true) > 0; };
-
-template <class D>
-bool takes_panel(int64_t tokens, bool shared_ports) {
-  const int64_t from = D::panel_from(shared_ports);
-  return from > 0 && tokens >= from;
-}
+concept HasPanel = requires { requires D::kPanelFrom > 0; };
 
 template <class D>
 struct Panel {

@@ -13,8 +13,13 @@ constexpr int64_t kStepMultiple = 16;  // a tile has a multiple of so many k-ste
 
 // Decoders that have another, D::Wide, of fewer dots and more other operations: better for so many
 // tokens where those do not compete for ports.
+template <class D>
+constexpr int kWideFrom = 0;
+template <class D>
+  requires requires { typename D::Wide; }
+constexpr int kWideFrom<D> = D::kWideFrom;
 template <class D, int T>
-concept HasWide = requires { typename D::Wide; } && T >= D::kWideFrom;
+concept HasWide = requires { typename D::Wide; } && T >= kWideFrom<D>;
 // D::Wide, or D where it has none: clang looks a name up even where HasWide forbids its use.
 template <class D>
 struct WideOr {

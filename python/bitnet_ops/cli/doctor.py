@@ -119,7 +119,19 @@ def _print_products(model: str, as_json: bool) -> int:
                 for t in _STEP_TOKENS
             ]
             rows.append({"layout": layout, "rows": n, "columns": k, "plans": plans})
-    found = {"model": str(file), "isa": _runtime.isa(), "threads": threads, "products": rows}
+    times: list[Facts] = [
+        {"layout": layout, "tokens": t, "seconds": _runtime.product_times(layout, t, grouped)}
+        for layout in ("2bit", "1.6bit")
+        for t in _STEP_TOKENS
+    ]
+    found = {
+        "model": str(file),
+        "isa": _runtime.isa(),
+        "threads": threads,
+        "chosen": _runtime.tuning()["products"],
+        "products": rows,
+        "times": times,
+    }
     lines = [
         _line("model", str(file)),
         _line(
@@ -130,6 +142,12 @@ def _print_products(model: str, as_json: bool) -> int:
     for row in rows:
         said = ", ".join(f"{plan['tokens']}: {_plan_text(plan)}" for plan in row["plans"])
         lines.append(_line(row["layout"], f"{row['rows']} x {row['columns']}   {said}"))
+    if any(time["seconds"] for time in times):
+        lines.append(_line("measured", "1024 x 1024 on one thread, now, microseconds"))
+    for time in times:
+        said = ", ".join(f"{name} {1e6 * s:.0f}" for name, s in time["seconds"].items())
+        if said:
+            lines.append(_line(time["layout"], f"{time['tokens']}: {said}"))
     print_result(found, lines, as_json=as_json)
     return 0
 
@@ -374,7 +392,7 @@ def _build_problems(vllm: Facts) -> list[Problem]:
 def render(facts: Facts) -> list[str]:
     """The report as lines of plain text, one screen of 100 columns; a path alone may be longer."""
     rows = [*_machine_rows(facts), *_isa_rows(facts["isa"])]
-    rows += [("tables", _tables_text(facts["tuning"])), *_process_rows(facts)]
+    rows += [("products", _products_text(facts["tuning"])), *_process_rows(facts)]
     rows += [(engine, _plugin_text(facts[engine])) for engine in ("sglang", "vllm")]
     lines = [*(_line(label, text) for label, text in rows), ""]
     for problem in facts["problems"]:
@@ -447,13 +465,17 @@ def _isa_rows(isa: Facts) -> list[tuple[str, str]]:
     return rows
 
 
-def _tables_text(tuning: Facts) -> str:
-    """Whether products of many tokens use tables of sums, and why."""
+def _products_text(tuning: Facts) -> str:
+    """Where the choice among the algorithms of a product comes from."""
     if tuning["error"]:
         return "unknown"
-    used, gain = "on" if tuning["sum_tables"] else "off", tuning["sum_tables_gain"]
-    how = "" if gain is None else f"; measured: {gain:.2f} times as fast as multiplying"
-    return f"of sums, for many tokens: {used}{how}"
+    texts = {
+        "known": "chosen as known of this make of CPU",
+        "measured": "measured at their first use",
+        "usual": "as usual for the instruction set",
+    }
+    forced = f"; {tuning['product']} where it can be" if tuning["product"] else ""
+    return texts[tuning["products"]] + forced + ("" if tuning["sum_tables"] else "; without tables")
 
 
 def _process_rows(facts: Facts) -> list[tuple[str, str]]:

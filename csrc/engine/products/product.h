@@ -3,8 +3,8 @@
 // the model step uses this.
 #pragma once
 
-#include "engine/group_product.h"
-#include "engine/product_plan.h"
+#include "engine/products/group_product.h"
+#include "engine/products/plan.h"
 #include "engine/quantized_tokens.h"
 #include "engine/weights.h"
 #include "runtime/staged_executor.h"
@@ -20,7 +20,7 @@ struct Output {
 };
 
 // One linear: float(sum) * (scale[n] * x_scale[m]) + bias[n]. With group scales: the sum over
-// groups that engine/group_product.h defines, + bias[n].
+// groups that engine/products/group_product.h defines, + bias[n].
 struct Projection {
   const Weight* weight;
   const float* scale;

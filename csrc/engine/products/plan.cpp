@@ -1,10 +1,10 @@
 // The choice and the cut; see product_plan.h.
-#include "engine/product_plan.h"
+#include "engine/products/plan.h"
 
 #include <algorithm>
 #include <stdexcept>
 
-#include "engine/table_probe.h"
+#include "engine/products/tune.h"
 #include "engine/weights.h"
 #include "kernels/dispatch.h"
 #include "runtime/parallel.h"
@@ -108,8 +108,7 @@ ProductShape shape_of(const ProductJob& job) {
           .row_blocks = job.blocks,
           .block_rows = 1,
           .planes = job.planes,
-          .grouped = job.grouped(),
-          .shared_ports = job.shared_ports};
+          .grouped = job.grouped()};
 }
 
 const ProductAlgorithm& algorithm_for(const KernelTable& table, const ProductShape& shape) {
@@ -117,26 +116,29 @@ const ProductAlgorithm& algorithm_for(const KernelTable& table, const ProductSha
     const ProductAlgorithm* forced = find_algorithm(table, forced_product());
     if (forced != nullptr && forced->takes(shape)) return *forced;
   }
-  const ProductAlgorithm* row = table.products;
-  while (!row->usual(shape)) ++row;
-  return *row;
+  return chosen(table.products, table.choices, shape);
 }
 
 ProductPlan plan_product(const KernelTable& table, const ProductShape& shape, int64_t threads) {
   ProductShape s = shape;
-  s.scratch = true;
+  const ProductAlgorithm* tables = tables_of(table);
+  s.scratch = tuning().sum_tables || (tables != nullptr && tables->name == forced_product());
+  tune(table, s);
   ProductPlan plan{.algorithm = &algorithm_for(table, s)};
   plan.blocking = plan.algorithm->blocking(s);
   if (plan.by_tables()) {
-    // asked last: it may take milliseconds
-    if (cut_rows(*plan.algorithm, s, threads, plan) &&
-        (plan.algorithm->name == forced_product() || tables_gain(table, s.tokens)))
-      return plan;
+    if (cut_rows(*plan.algorithm, s, threads, plan)) return plan;
     s.scratch = false;
     plan = {.algorithm = &algorithm_for(table, s)};
     plan.blocking = plan.algorithm->blocking(s);
   }
   cut_for_threads(s, threads, plan);
+  if (!plan.blocking.is_special()) {  // each call takes its own
+    const int64_t blocks = std::max(plan.token_blocks, ceil_div(s.tokens, plan.blocking.tokens));
+    s.tokens =
+        tokens_of_block(s.tokens, std::max<int64_t>(blocks, 1), plan.blocking.token_multiple);
+    tune(table, s);
+  }
   return plan;
 }
 
@@ -152,8 +154,7 @@ ProductPlan plan_matrix(const KernelTable& table, layout::WeightFormat format, i
                        .row_blocks = weight.row_blocks,
                        .block_rows = weight.block_rows,
                        .grouped = grouped,
-                       .splits_k = !grouped && !weight.reads_rows(),
-                       .shared_ports = tuning().shared_ports},
+                       .splits_k = !grouped && !weight.reads_rows()},
                       threads);
 }
 

@@ -1,11 +1,11 @@
 // Products with scales of groups, by layout of the weights and of the scales; see group_product.h.
 // Nothing here throws or allocates.
-#include "engine/group_product.h"
+#include "engine/products/group_product.h"
 
 #include <algorithm>
 #include <cstring>
 
-#include "engine/product_plan.h"
+#include "engine/products/plan.h"
 #include "format/layout.h"
 #include "runtime/tuning.h"
 

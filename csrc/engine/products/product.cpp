@@ -1,6 +1,6 @@
 // Products cut into units; see product.h. A claimed run of units is multiplied in calls whose sums
 // stay in L1.
-#include "engine/product.h"
+#include "engine/products/product.h"
 
 #include <algorithm>
 #include <atomic>
@@ -40,8 +40,7 @@ ProductShape shape_of(const Projection* projections, int64_t count, int64_t toke
                      .k = projections[0].weight->k,
                      .row_blocks = 0,
                      .block_rows = 1,
-                     .planes = planes,
-                     .shared_ports = tuning().shared_ports};
+                     .planes = planes};
   for (int64_t i = 0; i < count; ++i) {
     const Projection& p = projections[i];
     shape.row_blocks += p.weight->row_blocks;

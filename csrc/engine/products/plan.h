@@ -26,7 +26,7 @@ struct ProductPlan {
 // Of a job's call, without memory.
 ProductShape shape_of(const ProductJob& job);
 
-// The first row of the list that is usual for the shape.
+// The row of the list that this CPU takes for the shape; see tune.h.
 const ProductAlgorithm& algorithm_for(const KernelTable& table, const ProductShape& shape);
 
 // The algorithm, and the coarsest cut that has enough units for all threads to end together. Blocks

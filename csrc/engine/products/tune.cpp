@@ -1,0 +1,245 @@
+// Priors and the measurement; see tune.h.
+#include "engine/products/tune.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <exception>
+#include <string_view>
+
+#include "engine/products/plan.h"
+#include "engine/products/product.h"
+#include "runtime/memory.h"
+#include "runtime/tuning.h"
+
+namespace bitnet::engine {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Where a CPU that was timed differs from the usual order of an ISA's list: such a row is passed
+// over there.
+struct Prior {
+  const char* cpu;  // of runtime/tuning.cpp
+  const char* isa;  // empty: of any list
+  const char* row;
+  WeightFormat format;
+};
+constexpr Prior kPriors[] = {
+    // ports of their own for decoding: a panel saves nothing
+    {"AMD Zen 3 or 4", "avx512_vnni", "panel", WeightFormat::kTwoBit},
+    // two ports for all 512-bit instructions, so that fewer of any kind win
+    {"Intel Sapphire or Emerald Rapids", "", "wide", WeightFormat::kBase3},
+};
+
+bool passed_over(const KernelTable& table, const ProductAlgorithm& row, WeightFormat format) {
+  const std::string_view cpu = tuning().cpu, isa = table.name, name = row.name;
+  return std::ranges::any_of(kPriors, [&](const Prior& p) {
+    return cpu == p.cpu && isa.starts_with(p.isa) && name == p.row && format == p.format;
+  });
+}
+
+// Weights, tokens and results of a sample stay in L2, so that times do not depend on other cores.
+constexpr int64_t kRows = 1024, kK = 1024;
+
+// A product of the shape's kind, with as many tokens as its place begins with.
+ProductShape sample_of(const KernelTable& table, const ProductShape& shape) {
+  const int64_t from = ProductChoices::kFrom[ProductChoices::place_of(shape)];
+  const layout::WeightLayout& layout = layout::layout_of(shape.format);
+  return {.format = shape.format,
+          .tokens = (from + shape.planes - 1) / shape.planes,
+          .k = kK,
+          .row_blocks = layout.row_blocks(kRows, table.tile_lanes),
+          .block_rows = layout.block_rows(table.tile_lanes),
+          .planes = shape.planes,
+          .grouped = shape.grouped};
+}
+
+bool needs_scratch(const ProductAlgorithm& row, ProductShape sample) {
+  sample.scratch = true;
+  return row.blocking(sample).scratch_bytes != 0;
+}
+
+// Of all rows that take the sample: the first that is usual, and for CPUs with priors not passed
+// over.
+const ProductAlgorithm* known_row(const KernelTable& table, const ProductShape& sample) {
+  const ProductAlgorithm* row = table.products;
+  while (!row->usual(sample) || passed_over(table, *row, sample.format)) ++row;
+  return row;
+}
+
+// The first that is usual without scratch, then the others. No others where the row wants its
+// tokens in tiles, an order that all products of the same tokens share; nor for one token, whose
+// weights come from memory, which a sample does not show.
+std::vector<const ProductAlgorithm*> candidates(const KernelTable& table,
+                                                const ProductShape& sample) {
+  std::vector<const ProductAlgorithm*> rows = {known_row(table, sample)};
+  if (rows[0]->blocking(sample).token_tile != 0 || sample.tokens * sample.planes == 1) return rows;
+  ProductShape with = sample;
+  with.scratch = true;
+  for (int64_t i = 0; i < kMostProducts && table.products[i].name != nullptr; ++i) {
+    const ProductAlgorithm& row = table.products[i];
+    if (&row == rows[0] || !row.takes(with)) continue;
+    const bool scratch = needs_scratch(row, sample);
+    if (scratch && (!tuning().sum_tables || !row.usual(with))) continue;
+    if (!scratch && row.blocking(sample).token_tile != 0) continue;
+    rows.push_back(&row);
+  }
+  return rows;
+}
+
+// Uniform numbers below 2^16: tables gain less where rows share their lines.
+class Numbers {
+ public:
+  uint32_t next() { return (state_ = state_ * 1664525 + 1013904223) >> 16; }
+
+ private:
+  uint32_t state_ = 1;
+};
+
+// The data of a sample. Nobody reads the result.
+class Sample {
+ public:
+  Sample(const KernelTable& table, const ProductShape& shape)
+      : shape_(shape),
+        weight_(tile_weight(nullptr, shape.format, kRows, kK, table.tile_lanes)),
+        tiles_(weight_.bytes()),
+        scales_(weight_.row_blocks * weight_.block_rows * groups_for(kK, kGroupWeights)),
+        x_(table, shape.tokens, kK, shape.grouped ? kGroupWeights : 0,
+           !shape.grouped      ? ActivationFormat::kInt8
+           : shape.planes == 2 ? ActivationFormat::kInt16Group
+                               : ActivationFormat::kInt8Group),
+        out_(shape.tokens * kRows) {
+    Numbers numbers;
+    const auto code = [](uint32_t n) { return n % 3 | n / 3 % 3 << 2; };
+    for (int64_t i = 0; i < weight_.bytes(); ++i) {
+      const uint32_t four = numbers.next() % 81;
+      tiles_.get()[i] = static_cast<uint8_t>(code(four) | code(four / 9) << 4);
+    }
+    weight_.data = tiles_.get();
+    const int64_t scales = weight_.row_blocks * weight_.block_rows * groups_for(kK, kGroupWeights);
+    std::fill_n(scales_.get(), scales, 1.0f);
+    Scratch<float> values(kK);
+    for (int64_t m = 0; m < shape.tokens; ++m) {
+      for (int64_t i = 0; i < kK; ++i)
+        values.get()[i] = static_cast<float>(static_cast<int>(numbers.next() % 255) - 127);
+      x_.view().quantize(table, values.get(), m);
+    }
+  }
+
+  double seconds(const KernelTable& table) const {
+    Projection p =
+        make_projection(weight_, scales_.get(), 1, DType::kBF16, const_cast<uint16_t*>(out_.get()));
+    if (shape_.grouped) p.groups = {.data = scales_.get(), .blocked = true};
+    const Product product(table, x_.view(), &p, 1, plan_product(table, shape_, 1));
+    const Clock::time_point start = Clock::now();
+    product.run(0, product.units());
+    return std::chrono::duration<double>(Clock::now() - start).count();
+  }
+
+ private:
+  ProductShape shape_;
+  Weight weight_;
+  Scratch<uint8_t> tiles_;
+  Scratch<float> scales_;
+  TokenBuffer x_;
+  Scratch<uint16_t> out_;
+};
+
+// The same kernels, whose products are all made by one row.
+class Only {
+ public:
+  Only(const KernelTable& table, const ProductAlgorithm& row) : table_(table) {
+    rows_[0] = row;
+    rows_[0].usual = [](const ProductShape&) { return true; };
+    table_.products = rows_;
+    table_.choices = nullptr;
+  }
+  Only(const Only&) = delete;
+  const KernelTable& table() const { return table_; }
+
+ private:
+  ProductAlgorithm rows_[kMostProducts] = {};
+  KernelTable table_;
+};
+
+enum State { kEmpty, kBusy, kDone };
+
+}  // namespace
+
+std::vector<RowTime> time_products(const KernelTable& table, const ProductShape& shape) {
+  // A disturbed turn does not count, so few suffice; a slow CPU has fewer.
+  constexpr int kMaxTurns = 6, kMinTurns = 3;
+  constexpr double kEnough = 0.003;
+  const ProductShape sample = sample_of(table, shape);
+  const auto rows = candidates(table, sample);
+  if (rows.size() == 1) return {};
+  std::vector<RowTime> times;
+  try {
+    const Sample product(table, sample);
+    for (const ProductAlgorithm* row : rows) {
+      times.push_back({row, {1e9, 1e9}});
+      product.seconds(Only(table, *row).table());  // code and memory for the first time
+    }
+    for (int series = 0; series < 2; ++series) {
+      const Clock::time_point start = Clock::now();
+      const auto left = [&](int turn) {
+        if (turn < kMinTurns) return true;
+        return turn < kMaxTurns &&
+               std::chrono::duration<double>(Clock::now() - start).count() < kEnough;
+      };
+      for (int turn = 0; left(turn); ++turn) {
+        for (RowTime& time : times) {
+          double& best = time.seconds[series];
+          best = std::min(best, product.seconds(Only(table, *time.row).table()));
+        }
+      }
+    }
+  } catch (const std::exception&) {  // no memory
+    return {};
+  }
+  return times;
+}
+
+const ProductAlgorithm* fastest(const std::vector<RowTime>& times) {
+  constexpr double kMargin = 1.05;
+  const auto best = [](const RowTime& t) { return std::min(t.seconds[0], t.seconds[1]); };
+  const RowTime& usual = times[0];
+  const RowTime& found = *std::ranges::min_element(times, {}, best);
+  const bool sure = best(usual) >= kMargin * best(found) && usual.seconds[0] > found.seconds[0] &&
+                    usual.seconds[1] > found.seconds[1];
+  return sure ? found.row : usual.row;
+}
+
+void tune(const KernelTable& table, const ProductShape& shape) {
+  if (!shape.tiles() || table.choices == nullptr) return;
+  ProductChoices::Choice& choice = table.choices->of(shape);
+  const std::atomic_ref<int> state(choice.state);
+  const std::atomic_ref<const ProductAlgorithm*> without(choice.row[0]), with(choice.row[1]);
+  int expected = kEmpty;
+  if (state.load(std::memory_order_acquire) != kEmpty) return;
+  // A forked child of a process that measures takes the usual row for good.
+  if (!state.compare_exchange_strong(expected, kBusy)) return;
+  const ProductShape sample = sample_of(table, shape);
+  if (tuning().products == ProductChoice::kPrior) {
+    ProductShape scratch = sample;
+    scratch.scratch = true;
+    without = known_row(table, sample);
+    with = known_row(table, scratch);
+  } else if (tuning().products == ProductChoice::kMeasured) {
+    without = with = known_row(table, sample);
+    std::vector<RowTime> times = time_products(table, sample);
+    if (!times.empty()) {
+      for (const RowTime& time : times) {
+        choice.seconds[time.row - table.products] =
+            static_cast<float>(std::min(time.seconds[0], time.seconds[1]));
+      }
+      with = fastest(times);
+      std::erase_if(times, [&](const RowTime& t) { return needs_scratch(*t.row, sample); });
+      without = fastest(times);
+    }
+  }
+  state.store(kDone, std::memory_order_release);
+}
+
+}  // namespace bitnet::engine

@@ -1,0 +1,30 @@
+// Which row of its list each kind of product takes on this CPU (kernels/products.h,
+// ProductChoices): by what is known of CPUs that were timed, or by a measurement at the first
+// product of the kind. Every row gives the same bits, so a wrong choice costs time and nothing
+// else.
+#pragma once
+
+#include <vector>
+
+#include "kernels/kernel_table.h"
+
+namespace bitnet::engine {
+
+// Fills in the choice for products like this one. The first call for a kind may measure, on its own
+// thread, in some milliseconds; callers that come meanwhile take the usual row. Not to be called
+// inside a parallel region, where other threads would wait.
+void tune(const KernelTable& table, const ProductShape& shape);
+
+struct RowTime {
+  const ProductAlgorithm* row;
+  double seconds[2];  // the shortest of two independent series of turns
+};
+
+// Every row that could make products like this one, timed now on a sample of them; the first is the
+// one that is taken unless another is faster. Empty where there is nothing to choose, or no memory.
+std::vector<RowTime> time_products(const KernelTable& table, const ProductShape& shape);
+
+// Of those: the fastest, unless it gains less than 5 % on the first, or nothing in one series.
+const ProductAlgorithm* fastest(const std::vector<RowTime>& times);
+
+}  // namespace bitnet::engine
