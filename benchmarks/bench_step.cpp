@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "engine/delta_net.h"
+#include "engine/head.h"
 #include "engine/program/plan.h"
 #include "format/layout.h"
 #include "runtime/pages.h"

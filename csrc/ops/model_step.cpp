@@ -90,7 +90,7 @@ Tensor step(const Check& check, const ProgramInUse& in_use, const Tensor& x_in,
   check.shape(x_in, "x", {x_in.size(0), program.settings().hidden});
   if (out_features != program.out_features())
     check.fail("out_features",
-               (program.head().rows != 0 ? "the program's vocab " : "the program's hidden ") +
+               (program.gives_logits() ? "the program's vocab " : "the program's hidden ") +
                    std::to_string(program.out_features()),
                std::to_string(out_features));
   if (largest < 0) check.fail("largest", "at least 0", std::to_string(largest));

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/head.h"
 #include "engine/pack.h"
 #include "engine/program/program.h"
 #include "format/layout.h"

@@ -157,7 +157,7 @@ class Mixing final : public DeltaStage {
       apply_norm(table, block_.norm, s.type, s.hidden, to);
     }
     float *a = row + kGateTokens * s.hidden, *b = a + kGateTokens * kGateHeads;
-    const Prefetch ahead = step_.program->head().ahead;
+    const Prefetch ahead = step_.settings().ahead;
     table.head_dense(row, tokens, DType::kF32, block_.a, s.hidden, head, head + count, ahead, a,
                      kGateHeads);
     table.head_dense(row, tokens, DType::kF32, block_.b, s.hidden, head, head + count, ahead, b,

@@ -7,26 +7,107 @@
 // A step of several tokens that wants only the largest logits of an int8 matrix, or those that win
 // with their noise, bounds all logits first, by the tokens' high bytes.
 
+#include <array>
+#include <atomic>
+#include <limits>
+#include <vector>
+
 #include "engine/blocks/blocks.h"
+#include "engine/head.h"
 #include "engine/program/plan.h"
 
 namespace bitnet::engine {
 namespace {
+
+// Whether bounds of logits are worth making, by the rows that remained of late: where these are
+// more than `most` on average, the whole head is read for so many steps, each time twice as many.
+class BoundsUse {
+ public:
+  bool next() { return whole_ == 0 || --whole_ == 0; }
+  void learn(int64_t remaining, int64_t most) {
+    average_ = (7 * average_ + remaining) / 8;
+    if (average_ <= most) {
+      wait_ = kWait;
+      return;
+    }
+    average_ = 0;
+    whole_ = wait_;
+    wait_ = std::min(2 * wait_, 32 * kWait);
+  }
+
+ private:
+  static constexpr int64_t kWait = 100;
+  int64_t average_ = 0, whole_ = 0, wait_ = kWait;
+};
+
+// How the logits of a step are found: all of them; or, where only the largest are wanted, those
+// that can be among them by bounds, which the high bytes of the tokens give.
+enum class HeadReading : int32_t { kWhole, kBounds };
+
+class HeadState final : public BlockState {
+ public:
+  explicit HeadState(const HeadView& head) : head_(head) {}
+  void begin(const Step& step) override;
+  void end(const Step& step) override;
+
+  HeadReading reading = HeadReading::kWhole;
+  // The rest unless the head is read as a whole. How many logits were computed.
+  std::atomic<int64_t> remaining{0};
+  // Of the threads' logits, the largest so far.
+  Largest largest(const Batch& batch, int64_t slot) {
+    Largest found{batch.largest, batch.noise, best_.data(), nullptr};
+    if (batch.largest > 1) found.heaps = heaps_.data() + slot * batch.logit_count * batch.largest;
+    return found;
+  }
+
+ private:
+  static constexpr int64_t kMostBest = 64;     // tokens of a step with bounds
+  static constexpr int64_t kMostLargest = 64;  // logits of each that are wanted
+
+  const HeadView& head_;
+  BoundsUse bounds_;
+  // Of each token the best logit so far, with its noise, and its row (largest_rows).
+  std::array<std::atomic<uint64_t>, kMostBest> best_{};
+  // Where more than the best are wanted, each thread's largest so far: [partitions][logit_count]
+  // [largest], every row a heap with the least in front.
+  std::vector<float> heaps_;
+};
+
+void HeadState::begin(const Step& step) {
+  const Batch& batch = step.batch;
+  reading = HeadReading::kWhole;
+  if (batch.largest == 0 || batch.largest > kMostLargest || batch.logit_count > kMostBest) return;
+  if (!has_bounds(*step.table, head_, batch.logit_count) || !bounds_.next()) return;
+  reading = HeadReading::kBounds;
+  for (auto& best : best_) best.store(0, std::memory_order_relaxed);
+  remaining = 0;
+  if (batch.largest > 1)
+    heaps_.assign(static_cast<size_t>(step.partitions * batch.logit_count * batch.largest),
+                  -std::numeric_limits<float>::infinity());
+}
+
+// Whether it was worth it to bound logits: a 32nd of the rows costs as much as all lower bytes.
+void HeadState::end(const Step& step) {
+  if (reading == HeadReading::kBounds)
+    bounds_.learn(remaining / step.batch.logit_count, head_.rows / 32);
+}
 
 class HeadBlock final : public Block {
  public:
   explicit HeadBlock(Binding& b)
       : norm_(b.norm("norm", b.settings.hidden, b.settings.eps)),
         has_matrix_(b.keys.has("weight")) {
-    view_.ahead = head_prefetch();  // what LoRA's factors are read with
     if (has_matrix_) {
       const std::string name = b.keys.word("weight");
       view_ = b.source.head(name, b.keys.integer("vocab", 1, kMostRows), b.settings.hidden);
       signs_ = b.source.signs(name, b.settings.hidden);
     }
-    b.program.set_head(view_, has_matrix_ ? view_.rows : b.settings.hidden);
+    b.program.set_result(has_matrix_ ? view_.rows : b.settings.hidden, has_matrix_);
   }
   void append(PlanBuilder& plan) const override;
+  std::unique_ptr<BlockState> make_state() const override {
+    return has_matrix_ ? std::make_unique<HeadState>(view_) : nullptr;
+  }
 
  private:
   Norm norm_;
@@ -63,59 +144,71 @@ int64_t unit_rows(const HeadView& head) {
 
 class Logits final : public StageWork {
  public:
-  Logits(const Step& step, const StepRows& rows, const HeadView& head, const Norm& norm,
-         const Signs& signs)
-      : step_(step), rows_(rows), head_(head), norm_(norm), signs_(signs) {}
+  Logits(PlanBuilder& plan, const HeadView& head, const Norm& norm, const Signs& signs)
+      : step_(plan.step()),
+        rows_(plan.rows()),
+        head_(head),
+        norm_(norm),
+        signs_(signs),
+        state_(*plan.state<HeadState>()) {
+    const int64_t count = step_.splits_norms ? 1 : step_.partitions;
+    inputs_ = plan.lasting<HeadInput>(count);
+    for (int64_t i = 0; i < count; ++i) {
+      char* piece = plan.lasting<char>(head_input_bytes(head, rows_.count));
+      if (piece != nullptr) inputs_[i] = bind_head_input(head, rows_.count, piece);
+    }
+  }
 
-  // Row j as the head reads it.
-  void enter(int64_t j, float* row, const StageInput& to) const {
+  // Row j as the head reads it, by way of a thread's row.
+  void enter(int64_t j, int64_t slot) const {
+    float* row = step_.own[slot].row;
+    const HeadInput& to = input(slot);
     const int64_t n = step_.settings().hidden;
     step_.table->rms_norm_row(rows_.residual + j * n, norm_.weight, n, norm_.eps, DType::kF32, row);
     signs_.turn(*step_.table, DType::kF32, n, row);
-    prepare_head_token(*step_.table, head_, row, j, to.head);
-    if (step_.reading == HeadReading::kBounds) measure_bytes(head_, j, to.head);
+    prepare_head_token(*step_.table, head_, row, j, to);
+    if (state_.reading == HeadReading::kBounds) measure_bytes(head_, j, to);
   }
   void prepare(int64_t slot) const override {
     if (step_.splits_norms) return;
-    StageInput& own = step_.own[slot];
-    for (int64_t j = 0; j < rows_.count; ++j) enter(j, own.row, own);
+    for (int64_t j = 0; j < rows_.count; ++j) enter(j, slot);
   }
   int64_t units() const override {
     return rows_.count == 0 ? 0 : (head_.rows + unit_rows(head_) - 1) / unit_rows(head_);
   }
   void run(int64_t begin, int64_t end, int64_t slot) const override {
-    const StageInput& from = step_.splits_norms ? step_.shared : step_.own[slot];
+    const HeadInput& from = input(slot);
     const int64_t unit = unit_rows(head_), first = begin * unit;
     const int64_t last = std::min(end * unit, head_.rows);
-    if (step_.reading == HeadReading::kWhole)
-      return head_rows(*step_.table, head_, first, last, from.head, rows_.count,
-                       step_.batch.out + first, head_.rows);
-    const int64_t wanted = step_.batch.largest;
-    Largest found{wanted, step_.batch.noise, step_.best.data(), nullptr};
-    if (wanted > 1) found.heaps = step_.heaps.data() + slot * rows_.count * wanted;
+    if (state_.reading == HeadReading::kWhole)
+      return head_rows(*step_.table, head_, first, last, from, rows_.count, step_.batch.out + first,
+                       head_.rows);
+    const Largest found = state_.largest(step_.batch, slot);
     for (int64_t n = first; n < last; n += unit)  // what one has found bounds the next
-      step_.remaining += largest_rows(*step_.table, head_, n, std::min(n + unit, last), from.head,
-                                      rows_.count, found, step_.batch.out + n, head_.rows);
+      state_.remaining += largest_rows(*step_.table, head_, n, std::min(n + unit, last), from,
+                                       rows_.count, found, step_.batch.out + n, head_.rows);
   }
   const void* weights_of(int64_t unit) const override {
     return offset_bytes(head_.weight, unit * unit_rows(head_) * head_.row_bytes());
   }
-  const Step& step() const { return step_; }
 
  private:
+  const HeadInput& input(int64_t slot) const { return inputs_[step_.splits_norms ? 0 : slot]; }
+
   const Step& step_;
   StepRows rows_;
   HeadView head_;
   Norm norm_;
   Signs signs_;
+  HeadState& state_;
+  HeadInput* inputs_;  // of every thread, or one of all
 };
 
 class LogitNorms final : public StageWork {
  public:
   explicit LogitNorms(const Logits* logits) : logits_(*logits) {}
   void run(int64_t begin, int64_t end, int64_t slot) const override {
-    const Step& step = logits_.step();
-    for (int64_t j = begin; j < end; ++j) logits_.enter(j, step.own[slot].row, step.shared);
+    for (int64_t j = begin; j < end; ++j) logits_.enter(j, slot);
   }
 
  private:
@@ -128,7 +221,7 @@ void HeadBlock::append(PlanBuilder& plan) const {
     plan.add({"states", plan.make<States>(step, plan.rows(), norm_), plan.rows().count, {1, 64}});
     return;
   }
-  const auto* logits = plan.make<Logits>(step, plan.rows(), view_, norm_, signs_);
+  const auto* logits = plan.make<Logits>(plan, view_, norm_, signs_);
   if (step.splits_norms)
     plan.add({"norm head", plan.make<LogitNorms>(logits), plan.rows().count, {1, 64}});
   plan.add({"head", logits, logits->units(), {1, 64}, true});

@@ -22,6 +22,9 @@ class MlpBlock final : public Block {
   void append(PlanBuilder& plan) const override;
   int64_t weights() const override { return 3 * width_ * gate_.k; }
   int64_t product_stages() const override { return 2; }
+  std::unique_ptr<BlockState> make_state() const override {
+    return down_.columns == nullptr ? nullptr : std::make_unique<ZeroCounts>();
+  }
 
  private:
   int64_t width_;
@@ -110,7 +113,7 @@ void MlpBlock::append(PlanBuilder& plan) const {
                   {{&gate_, gate}, {&up_, up}});
   const auto* activated = plan.make<Activated>(step, activation_, width_, sub_norm_, gate, up);
   append_added(plan, {"norm down", "down", "expand down"}, "post down", activated, down_format_,
-               down_, post_norm_, &sparsity_);
+               down_, post_norm_, &sparsity_, plan.state<ZeroCounts>());
 }
 
 }  // namespace

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <limits>
 
 #include "format/layout.h"
 #include "runtime/page_count.h"
@@ -46,15 +45,6 @@ StageInput take_input(BumpAllocator& memory, const Step& s, bool with_tokens) {
     input.side_rows[i] =
         memory.take<float>(with_tokens ? s.adapters.with_adapter() * needs.input : 0);
   }
-  if (needs.list && tokens == 1) {
-    const int64_t room = needs.input + CodeList::kRoom;
-    input.list = {memory.take<int32_t>(room), memory.take<int8_t>(room), memory.take<int64_t>(1)};
-    input.zeros = memory.take<ZeroCount>(1);
-  }
-  const int64_t head_tokens = with_tokens ? s.batch.logit_count : 0;
-  const HeadView& head = s.program->head();
-  if (char* piece = memory.take<char>(head_input_bytes(head, head_tokens)); piece != nullptr)
-    input.head = bind_head_input(head, head_tokens, piece);
   return input;
 }
 
@@ -195,8 +185,15 @@ void Plan::prefetch_next(int64_t stage, int64_t slot) const {
     __builtin_prefetch(offset_bytes(from, i));
 }
 
-PlanBuilder::PlanBuilder(Step& step, Plan& plan, char* scratch)
-    : step_(step), plan_(plan), memory_(scratch), scratch_(scratch) {
+PlanBuilder::PlanBuilder(Step& step, Plan& plan,
+                         const std::vector<std::unique_ptr<BlockState>>& states, char* lasting,
+                         char* scratch)
+    : step_(step),
+      plan_(plan),
+      states_(states),
+      memory_(scratch),
+      lasting_(lasting),
+      scratch_(scratch) {
   rows_ = {step.batch.tokens, step.x, &step.adapters, false};
   if (step.program->last_mixer() < 0) keep_rows();
 }
@@ -222,18 +219,19 @@ void build_plan(StepState& state, bool all_rows, Workspace& passing) {
   BumpAllocator nothing(nullptr);
   take_memory(nothing, s, all_rows, 0, 0);
   state.plan.clear();
-  PlanBuilder counted(s, state.plan, nullptr);
+  PlanBuilder counted(s, state.plan, state.blocks, nullptr, nullptr);
   counted.append_blocks();
   BumpAllocator count(nullptr);
   take_memory(count, s, all_rows, counted.sums(), counted.cells());
-  const int64_t bytes = count.used() + counted.scratch_bytes();
+  const int64_t bytes = count.used() + counted.lasting_bytes() + counted.scratch_bytes();
   state.keeps_plan = bytes <= kMostKeptBytes;
   Workspace& workspace = state.keeps_plan ? state.memory : passing;
   char* block = workspace.reserve(state.keeps_plan ? rounded_up(bytes) : bytes);
   BumpAllocator memory(block);
   take_memory(memory, s, all_rows, counted.sums(), counted.cells());
   state.plan.clear();
-  PlanBuilder builder(s, state.plan, block + memory.used());
+  char* const lasting = block + memory.used();
+  PlanBuilder builder(s, state.plan, state.blocks, lasting, lasting + counted.lasting_bytes());
   builder.append_blocks();
   state.plan.finish(s.partitions);
   state.unfilled = builder.unfilled();
@@ -241,18 +239,12 @@ void build_plan(StepState& state, bool all_rows, Workspace& passing) {
   ++state.built;
 }
 
-HeadReading reading_of(StepState& state, const Program& program, const Batch& batch) {
-  if (batch.largest == 0 || batch.largest > kMostLargest || batch.logit_count > kMostBest)
-    return HeadReading::kWhole;
-  const bool bounded = has_bounds(program.table(), program.head(), batch.logit_count);
-  return bounded && state.bounds.next() ? HeadReading::kBounds : HeadReading::kWhole;
-}
-
-// Whether it was worth it to bound logits: a 32nd of the rows costs as much as all lower bytes.
-void learn_bounds(StepState& state, int64_t rows) {
-  const Step& step = state.step;
-  if (step.reading == HeadReading::kBounds)
-    state.bounds.learn(step.remaining / step.batch.logit_count, rows / 32);
+void make_states(StepState& state, const Program& program, int64_t program_id) {
+  state.keeps_plan = false;  // whose stages read the states
+  state.blocks_of = 0;       // until all are there
+  state.blocks.clear();
+  for (const auto& block : program.blocks()) state.blocks.push_back(block->make_state());
+  state.blocks_of = program_id;
 }
 
 // Makes `state` ready to run the batch; partitions 0: as many as the work is worth.
@@ -271,15 +263,12 @@ void prepare_step(StepState& state, const Program& program, int64_t program_id, 
   }
   s.filled_pages.clear();
   if (program.chooses_pages()) find_filled_pages(batch.slots, batch.tokens, s.filled_pages);
-  if (state.key.program != program_id) state.bounds = {};
-  s.reading = reading_of(state, program, batch);
-  for (auto& best : s.best) best.store(0, std::memory_order_relaxed);
-  s.remaining = 0;
-  if (s.reading == HeadReading::kBounds && batch.largest > 1)
-    s.heaps.assign(static_cast<size_t>(s.partitions * batch.logit_count * batch.largest),
-                   -std::numeric_limits<float>::infinity());
+  if (state.blocks_of != program_id) make_states(state, program, program_id);
+  for (const auto& block : state.blocks) {
+    if (block != nullptr) block->begin(s);
+  }
   const bool all_rows = keeps_all(batch);
-  const PlanKey key{program_id, batch.tokens, batch.logit_count, s.partitions, all_rows, s.reading};
+  const PlanKey key{program_id, batch.tokens, batch.logit_count, s.partitions, all_rows};
   // what adapters add is told by the adapters of every token
   const bool plain = s.adapters.with_adapter() == 0;
   if (!(plain && state.keeps_plan && state.key == key)) {
@@ -298,9 +287,6 @@ void prepare_step(StepState& state, const Program& program, int64_t program_id, 
   s.attention.prepare(s.attention_shared);
   std::fill_n(s.parts.done, state.cells, 0);
   state.plan.update_units();
-  for (int64_t p = 0; p < s.partitions; ++p) {
-    if (s.own[p].zeros != nullptr) *s.own[p].zeros = {};
-  }
   if (!state.unfilled) return;
   for (int64_t token = 0; token < batch.tokens; ++token) s.fill_token(token);
   for (int64_t j = 0; program.last_mixer() < 0 && j < batch.logit_count; ++j) s.keep_row(j);
@@ -341,13 +327,9 @@ void run_step(StepState& state, const Program& program, int64_t program_id, cons
   Workspace passing;  // for a long prompt at once: not worth keeping
   prepare_step(state, program, program_id, batch, 0, passing);
   state.executor.run(state.step.partitions, state.plan);
-  learn_bounds(state, program.head().rows);
   zero_counts() = {};
-  for (int64_t p = 0; p < state.step.partitions; ++p) {
-    if (const ZeroCount* zeros = state.step.own[p].zeros; zeros != nullptr) {
-      zero_counts().first += zeros->skipped;
-      zero_counts().second += zeros->inputs;
-    }
+  for (const auto& block : state.blocks) {
+    if (block != nullptr) block->end(state.step);
   }
   page_counts().clear();
   for (size_t kind = 0; kind < program.attention_kinds().size(); ++kind) {

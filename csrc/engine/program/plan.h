@@ -8,8 +8,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 #include <cstddef>
 #include <memory>
 #include <type_traits>
@@ -18,6 +16,7 @@
 
 #include "engine/attention.h"
 #include "engine/program/program.h"
+#include "engine/sample.h"
 #include "runtime/staged_executor.h"
 
 namespace bitnet::engine {
@@ -54,11 +53,6 @@ struct Batch {
   Noise noise_of(int64_t j) const { return noise == nullptr ? Noise{} : noise[j]; }
 };
 
-// Inputs of products that may leave some out, and how many they left out.
-struct ZeroCount {
-  int64_t skipped = 0, inputs = 0;
-};
-
 // Normalised and quantised tokens, of one thread or of all.
 struct StageInput {
   static constexpr int64_t kMost = 3;  // different inputs of a stage
@@ -67,17 +61,8 @@ struct StageInput {
   // Room for tokens of the longest row; each stage sets how many there are and their k.
   QuantizedTokens x[kMost];
   float* side_rows[kMost];  // of tokens with an adapter, by place: what has been quantised
-  CodeList list;            // of the one token of a step
-  ZeroCount* zeros;         // of the thread, in this step
-  HeadInput head;           // what the output head multiplies by
   float* attention;         // [AttentionPlans::thread_floats()], a thread's own
 };
-
-// How the logits of a step are found: all of them; or, where only the largest are wanted, those
-// that can be among them by bounds, which the high bytes of the tokens give.
-enum class HeadReading : int32_t { kWhole, kBounds };
-inline constexpr int64_t kMostBest = 64;     // tokens of such a step
-inline constexpr int64_t kMostLargest = 64;  // logits of each that are wanted
 
 // What all stages of a step share. Every row of the residual stream is written by one unit of one
 // stage.
@@ -95,15 +80,7 @@ struct Step {
   // Tokens with an adapter: of all, and of those whose logits are wanted.
   AdapterGroups adapters, kept_adapters;
   int64_t most_rank = 0;  // of the adapters of the step
-  HeadReading reading = HeadReading::kWhole;
-  // Of each token, unless the head is read as a whole: the best logit so far, with its noise, and
-  // its row (largest_rows); and how many logits were computed.
-  mutable std::array<std::atomic<uint64_t>, kMostBest> best{};
-  mutable std::atomic<int64_t> remaining{0};
-  // Where more than the best are wanted, each thread's largest so far: [partitions][logit_count]
-  // [largest], every row a heap with the least in front.
-  mutable std::vector<float> heaps;
-  float* x = nullptr;  // [tokens, hidden], the residual stream
+  float* x = nullptr;     // [tokens, hidden], the residual stream
   // [logit_count, hidden]: the same behind the last block that mixes tokens; x itself where every
   // token's logits are wanted.
   float* kept = nullptr;
@@ -190,8 +167,10 @@ class Plan {
 // What a block appends its stages to.
 class PlanBuilder {
  public:
-  // scratch: memory for the stages of one block at a time; null: what they need is counted.
-  PlanBuilder(Step& step, Plan& plan, char* scratch);
+  // lasting, scratch: memory for the stages of all blocks, and of one block at a time; null: what
+  // they need is counted. states: StepState::blocks.
+  PlanBuilder(Step& step, Plan& plan, const std::vector<std::unique_ptr<BlockState>>& states,
+              char* lasting, char* scratch);
 
   Step& step() const { return step_; }
   const KernelTable& table() const { return *step_.table; }
@@ -204,7 +183,17 @@ class PlanBuilder {
     scratch_bytes_ = std::max(scratch_bytes_, scratch_.used());
     return piece;
   }
-  // The same for values of Settings::type.
+  // Memory that is this block's for as long as the plan stays: other blocks do not write to it.
+  template <class T>
+  T* lasting(int64_t count) {
+    return lasting_.take<T>(count);
+  }
+  // What this block's make_state has made.
+  template <class T>
+  T* state() const {
+    return static_cast<T*>(states_[static_cast<size_t>(block_)].get());
+  }
+  // Scratch for values of Settings::type.
   void* activations(int64_t count) { return scratch<char>(count * element_size(settings().type)); }
   // Whether only rows whose logits are wanted go on behind this block's mixing of tokens.
   bool keeps_rows_next() const { return block_ == step_.program->last_mixer(); }
@@ -229,6 +218,7 @@ class PlanBuilder {
   bool take_filling() { return std::exchange(fills_, false); }
 
   void append_blocks();
+  int64_t lasting_bytes() const { return lasting_.used(); }
   int64_t scratch_bytes() const { return scratch_bytes_; }
   int64_t sums() const { return sums_; }
   int64_t cells() const { return cells_; }
@@ -237,8 +227,9 @@ class PlanBuilder {
  private:
   Step& step_;
   Plan& plan_;
+  const std::vector<std::unique_ptr<BlockState>>& states_;
   char* memory_;
-  BumpAllocator scratch_;
+  BumpAllocator lasting_, scratch_;
   StepRows rows_;
   int64_t block_ = 0, scratch_bytes_ = 0, sums_ = 0, cells_ = 0;
   bool fills_ = true;
@@ -248,29 +239,7 @@ class PlanBuilder {
 struct PlanKey {
   int64_t program = 0, tokens = 0, logit_count = 0, partitions = 0;
   bool all_rows = false;
-  HeadReading reading = HeadReading::kWhole;
   bool operator==(const PlanKey&) const = default;
-};
-
-// Whether bounds of logits are worth making, by the rows that remained of late: where these are
-// more than `most` on average, the whole head is read for so many steps, each time twice as many.
-class BoundsUse {
- public:
-  bool next() { return whole_ == 0 || --whole_ == 0; }
-  void learn(int64_t remaining, int64_t most) {
-    average_ = (7 * average_ + remaining) / 8;
-    if (average_ <= most) {
-      wait_ = kWait;
-      return;
-    }
-    average_ = 0;
-    whole_ = wait_;
-    wait_ = std::min(2 * wait_, 32 * kWait);
-  }
-
- private:
-  static constexpr int64_t kWait = 100;
-  int64_t average_ = 0, whole_ = 0, wait_ = kWait;
 };
 
 // What a thread keeps between its steps: a step of the same program and size builds and allocates
@@ -284,9 +253,11 @@ struct StepState {
   PlanKey key;              // of the plan, if it can be used again
   bool keeps_plan = false;  // whether it can
   bool unfilled = false;    // whether no stage of the plan fills x
-  BoundsUse bounds;         // of the program of `key`
-  int64_t cells = 0;        // of Step::parts
-  int64_t built = 0;        // plans so far
+  // Of each block of a program, null: none; with the program's id, 0: of no program.
+  std::vector<std::unique_ptr<BlockState>> blocks;
+  int64_t blocks_of = 0;
+  int64_t cells = 0;  // of Step::parts
+  int64_t built = 0;  // plans so far
 };
 
 // What the stages of a step cost: for benchmarks.

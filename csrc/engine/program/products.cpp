@@ -20,13 +20,13 @@ class Products final : public StageWork {
  public:
   Products(PlanBuilder& plan, const RowSource* source, ActivationFormat format,
            std::initializer_list<Target> targets, bool residual,
-           const ActivationSparsity* sparsity = nullptr);
+           const ActivationSparsity* sparsity = nullptr, ZeroCounts* zeros = nullptr);
 
   void prepare(int64_t slot) const override {
     if (step_.splits_norms) return;
     const StageInput& own = step_.own[slot];
     for (int64_t j = 0; j < rows_.count; ++j) enter(j, own.row, own);
-    if (lists_) list_codes(own);
+    if (lists_) list_codes(slot);
   }
   void run(int64_t begin, int64_t end, int64_t slot) const override;
   const void* weights_of(int64_t unit) const override;
@@ -48,9 +48,9 @@ class Products final : public StageWork {
     float* inner;     // [tokens with an adapter, most_rank]
     float* residual;  // what LoRA adds its outputs to; null: they stay in `out`
   };
-  void list_codes(const StageInput& own) const;
-  bool reads_columns(const StageInput& from) const {
-    return lists_ && *from.list.count <= parts_[0].linear->most_listed;
+  void list_codes(int64_t slot) const;
+  bool reads_columns(const CodeList& list) const {
+    return *list.count <= parts_[0].linear->most_listed;
   }
   QuantizedTokens tokens_of(const StageInput& from, int input) const;
   // Whether the kernel that normalises input i makes its codes, too.
@@ -80,6 +80,8 @@ class Products final : public StageWork {
   const ActivationSparsity* sparsity_;
   bool own_norms_, grouped_, any_side_ = false;
   bool lists_ = false;  // whether the codes of the one token that are not 0 are listed
+  CodeLists code_lists_;
+  ZeroCounts* zeros_;
   Part parts_[StageInput::kMost];
   Projection projections_[StageInput::kMost];
   ProductPlan plan_;
@@ -93,14 +95,15 @@ bool has_side(const Step& step, const Linear& linear) {
 
 Products::Products(PlanBuilder& plan, const RowSource* source, ActivationFormat format,
                    std::initializer_list<Target> targets, bool residual,
-                   const ActivationSparsity* sparsity)
+                   const ActivationSparsity* sparsity, ZeroCounts* zeros)
     : step_(plan.step()),
       rows_(plan.rows()),
       source_(source),
       format_(format),
       sparsity_(sparsity),
       own_norms_(targets.begin()->linear->norm != nullptr),
-      grouped_(targets.begin()->linear->scaled.grouped()) {
+      grouped_(targets.begin()->linear->scaled.grouped()),
+      zeros_(zeros) {
   const DType type = plan.settings().type;
   for (const Target& target : targets) {
     const Linear& linear = *target.linear;
@@ -117,6 +120,7 @@ Products::Products(PlanBuilder& plan, const RowSource* source, ActivationFormat 
   }
   // threads that share tokens have no list of their own
   lists_ = step_.batch.tokens == 1 && rows_.count == 1 && parts_[0].linear->columns != nullptr;
+  if (lists_) code_lists_ = CodeLists(plan, parts_[0].linear->k);
   ProductShape shape = shape_of(projections_, count_, rows_.count, planes_of(format_));
   // products with inputs of their own are several, and their cells would have to be told apart
   shape.splits_k = !shape.row_major() && (!own_norms_ || count_ == 1);
@@ -183,11 +187,11 @@ void Products::enter_input(int64_t j, const NormJob& job, int i, const StageInpu
   x.quantize(table, job.y, j);
 }
 
-void Products::list_codes(const StageInput& own) const {
-  const QuantizedTokens x = tokens_of(own, 0);
-  *own.list.count = step_.table->list_nonzero(x.token(0), x.k, own.list.at, own.list.codes);
-  own.zeros->inputs += x.k;
-  if (reads_columns(own)) own.zeros->skipped += x.k - *own.list.count;
+void Products::list_codes(int64_t slot) const {
+  const QuantizedTokens x = tokens_of(step_.own[slot], 0);
+  const CodeList list = code_lists_.of(slot);
+  *list.count = step_.table->list_nonzero(x.token(0), x.k, list.at, list.codes);
+  zeros_->add(slot, x.k, reads_columns(list) ? x.k - *list.count : 0);
 }
 
 LoraProjection Products::side(const Part& part, const StageInput& from) const {
@@ -199,7 +203,7 @@ LoraProjection Products::side(const Part& part, const StageInput& from) const {
       .x = from.side_rows[input],
       .inner = part.inner,
       .most_rank = step_.most_rank,
-      .ahead = step_.program->head().ahead,
+      .ahead = step_.settings().ahead,
       .type = step_.settings().type,
       .y = part.out,
       .residual = part.residual,
@@ -257,9 +261,10 @@ void Products::run(int64_t begin, int64_t end, int64_t slot) const {
   });
   for_each_product(from, [&](const Product& p) {
     within(begin, end, p.units(), offset, [&](int64_t first, int64_t last) {
-      if (!reads_columns(from)) return p.run(first, last);
-      const Linear& linear = *parts_[0].linear;
-      p.run_columns({linear.columns, *from.list.count, from.list.at, from.list.codes}, first, last);
+      if (!lists_) return p.run(first, last);
+      const CodeList list = code_lists_.of(slot);
+      if (!reads_columns(list)) return p.run(first, last);
+      p.run_columns({parts_[0].linear->columns, *list.count, list.at, list.codes}, first, last);
     });
   });
 }
@@ -363,14 +368,14 @@ void append_products(PlanBuilder& plan, const StageNames& names, const RowSource
 
 void append_added(PlanBuilder& plan, const StageNames& names, const char* post_name,
                   const RowSource* source, ActivationFormat format, const Linear& linear,
-                  const Norm& post, const ActivationSparsity* sparsity) {
+                  const Norm& post, const ActivationSparsity* sparsity, ZeroCounts* zeros) {
   const bool normed = post.weight != nullptr;
   const int64_t count = plan.rows().count;
   void* y =
       normed || has_side(plan.step(), linear) ? plan.activations(count * linear.rows) : nullptr;
   append(plan, names,
          plan.make<Products>(plan, source, format, std::initializer_list<Target>{{&linear, y}},
-                             !normed, sparsity));
+                             !normed, sparsity, zeros));
   if (normed)
     plan.add({post_name, plan.make<AddNormed>(plan.step(), plan.rows(), y, post), count, {1, 64}});
 }

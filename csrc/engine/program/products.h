@@ -5,6 +5,7 @@
 #include <initializer_list>
 
 #include "engine/program/plan.h"
+#include "engine/program/zeros.h"
 
 namespace bitnet::engine {
 
@@ -58,10 +59,11 @@ void append_products(PlanBuilder& plan, const StageNames& names, const RowSource
                      ActivationFormat format, std::initializer_list<Target> targets);
 
 // One projection whose results, normalised if `post` has a weight, are added to the residual.
-// sparsity: of its input; null: none.
+// sparsity: of its input; null: none. zeros: of a projection with columns, else null.
 void append_added(PlanBuilder& plan, const StageNames& names, const char* post_name,
                   const RowSource* source, ActivationFormat format, const Linear& linear,
-                  const Norm& post, const ActivationSparsity* sparsity = nullptr);
+                  const Norm& post, const ActivationSparsity* sparsity = nullptr,
+                  ZeroCounts* zeros = nullptr);
 
 // Values [from, from + n) of a buffer of `type` as float32.
 inline void load_values(const KernelTable& table, DType type, const void* buffer, int64_t from,

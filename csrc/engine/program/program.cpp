@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "engine/blocks/blocks.h"
+#include "engine/head.h"
 
 namespace bitnet::engine {
 namespace {
@@ -110,7 +111,6 @@ ActivationSparsity Binding::sparsity(Linear& linear) {
     keys.fail("sparsity", "absent, for " + linear.name + " has more than 32768 inputs", "it");
   linear.columns = source.columns(linear.name, linear.rows, linear.k);
   linear.most_listed = s.always ? linear.k : -1;
-  needs.list = true;
   return s;
 }
 
@@ -161,6 +161,7 @@ void Program::read_settings(Keys& keys) {
   settings_.eps = epsilon(keys, "eps", keys.number("eps"));
   settings_.sub_eps = epsilon(keys, "sub_norm_eps", settings_.eps);
   settings_.linear_eps = epsilon(keys, "linear_norm_eps", settings_.eps);
+  settings_.ahead = head_prefetch();
   needs_.row = settings_.hidden;
 }
 
@@ -254,9 +255,9 @@ bool Program::chooses_pages() const {
                              [](const AttentionKind& kind) { return kind.policy.chooses(); });
 }
 
-void Program::set_head(const HeadView& head, int64_t out_features) {
-  head_ = head;
+void Program::set_result(int64_t out_features, bool logits) {
   out_features_ = out_features;
+  gives_logits_ = logits;
 }
 
 }  // namespace bitnet::engine

@@ -18,7 +18,6 @@
 
 #include "engine/attention_policy.h"
 #include "engine/fused.h"
-#include "engine/head.h"
 #include "engine/kept.h"
 #include "engine/lora.h"
 #include "engine/products/product.h"
@@ -27,8 +26,10 @@
 
 namespace bitnet::engine {
 
+struct HeadView;
 class PlanBuilder;
 class Program;
+struct Step;
 
 // Bounds that keep every product of sizes far from overflow.
 inline constexpr int64_t kMostFeatures = int64_t{1} << 22;
@@ -79,6 +80,7 @@ struct Settings {
   DType type;  // what activations are rounded to between operations, kF32 or kBF16
   // Of the norms, of the norms before o and down, and of the norms inside projections.
   float eps, sub_eps, linear_eps;
+  Prefetch ahead;  // of float weights in blocks: LoRA's factors and the like
 };
 
 // A line `rope`: its frequencies turn heads of `dim` features.
@@ -125,7 +127,6 @@ struct Needs {
   int64_t inputs = 1;  // different inputs of one stage
   int64_t planes = 1;  // of int8 codes, a token
   bool group_sums = false, group_scales = false;
-  bool list = false;  // of the codes of a token that are not 0
 };
 
 // The buffers of a block: the first one's place in Program::kept(), and its layer of them.
@@ -134,10 +135,23 @@ struct KeptPlace {
   int64_t layer;
 };
 
+// What a block keeps of its own beside a thread's plans: made for the first step of its program on
+// that thread, and given back to the block's stages by PlanBuilder::state.
+class BlockState {
+ public:
+  virtual ~BlockState() = default;
+  // Before a step's stages, and behind them; on the thread that runs the step. A step as large as
+  // the one before should allocate nothing.
+  virtual void begin(const Step& /*step*/) {}
+  virtual void end(const Step& /*step*/) {}
+};
+
 class Block {
  public:
   virtual ~Block() = default;
   virtual void append(PlanBuilder& plan) const = 0;
+  // Null: it has none.
+  virtual std::unique_ptr<BlockState> make_state() const { return nullptr; }
   // Whether tokens see other tokens in it: behind the last such block only those go on whose
   // logits are wanted.
   virtual bool mixes_tokens() const { return false; }
@@ -200,8 +214,7 @@ class Program {
   const std::vector<KeptBuffer>& kept() const { return kept_; }
   // What a row of the result is: logits of the vocabulary, or a state.
   int64_t out_features() const { return out_features_; }
-  // Without a matrix, of no features, the result is the states.
-  const HeadView& head() const { return head_; }
+  bool gives_logits() const { return gives_logits_; }
   int64_t last_mixer() const { return last_mixer_; }  // its place among blocks, -1: none
 
   // For blocks, while they are made.
@@ -213,7 +226,7 @@ class Program {
   KeptPlace keep(const Keys& keys, const char* key, const std::vector<KeptBuffer>& buffers);
   // The number of a kind of attention, which is added where it is new.
   int64_t attention_kind(const AttentionKind& kind);
-  void set_head(const HeadView& head, int64_t out_features);
+  void set_result(int64_t out_features, bool logits);
 
  private:
   void read_settings(Keys& keys);
@@ -231,7 +244,7 @@ class Program {
   int64_t adapters_ = 0, attention_layers_ = 0, kv_heads_ = 0, head_dim_ = 0, last_mixer_ = -1;
   std::vector<KeptBuffer> kept_;
   int64_t out_features_ = 0;  // 0: no head yet
-  HeadView head_{};
+  bool gives_logits_ = false;
 };
 
 }  // namespace bitnet::engine
