@@ -168,10 +168,10 @@ class RowTest {
 // _tables, test_engine, test_group_product, test_pair_unit and test_kernels_columns have them.
 void check_that_list_is_complete(const std::vector<RowOp>& ops) {
   begin_case("list of row ops");
-  std::set<std::string> rows = {"tile_lanes",        "products",   "sum_i8",         "head_int8",
-                                "head_int4",         "probe_read", "add_group",      "head_bound",
-                                "head_bound_tokens", "add_pairs",  "column_product", "list_nonzero",
-                                "probe_int8_peak"};
+  std::set<std::string> rows = {"tile_lanes",   "products",          "choices",    "sum_i8",
+                                "head_int8",    "head_int4",         "probe_read", "add_group",
+                                "head_bound",   "head_bound_tokens", "add_pairs",  "column_product",
+                                "list_nonzero", "probe_int8_peak"};
   for (const RowOp& op : ops) rows.insert(op.row);
   const std::size_t pointers =
       (sizeof(KernelTable) - offsetof(KernelTable, tile_lanes)) / sizeof(void*);
