@@ -73,7 +73,7 @@ class PlainTensors final : public engine::TensorSource {
     }
     return lines.data();
   }
-  // The input of `name` is turned in blocks of that size.
+  // The input of `name` gets a Hadamard transform in blocks of that size.
   void rotate(const std::string& name, int64_t block) { blocks_[name] = block; }
 
   const float* matrix(const std::string& name, int64_t rows, int64_t n) override {

@@ -160,18 +160,18 @@ class Logits final : public StageWork {
   }
 
   // Row j as the head reads it, by way of a thread's row.
-  void enter(int64_t j, int64_t slot) const {
+  void load_token(int64_t j, int64_t slot) const {
     float* row = step_.own[slot].row;
     const HeadInput& to = input(slot);
     const int64_t n = step_.settings().hidden;
     step_.table->rms_norm_row(rows_.residual + j * n, norm_.weight, n, norm_.eps, DType::kF32, row);
-    signs_.turn(*step_.table, DType::kF32, n, row);
+    signs_.hadamard(*step_.table, DType::kF32, n, row);
     prepare_head_token(*step_.table, head_, row, j, to);
     if (state_.reading == HeadReading::kBounds) measure_bytes(head_, j, to);
   }
   void prepare(int64_t slot) const override {
     if (step_.splits_norms) return;
-    for (int64_t j = 0; j < rows_.count; ++j) enter(j, slot);
+    for (int64_t j = 0; j < rows_.count; ++j) load_token(j, slot);
   }
   int64_t units() const override {
     return rows_.count == 0 ? 0 : (head_.rows + unit_rows(head_) - 1) / unit_rows(head_);
@@ -208,7 +208,7 @@ class LogitNorms final : public StageWork {
  public:
   explicit LogitNorms(const Logits* logits) : logits_(*logits) {}
   void run(int64_t begin, int64_t end, int64_t slot) const override {
-    for (int64_t j = begin; j < end; ++j) logits_.enter(j, slot);
+    for (int64_t j = begin; j < end; ++j) logits_.load_token(j, slot);
   }
 
  private:

@@ -25,14 +25,14 @@ class Products final : public StageWork {
   void prepare(int64_t slot) const override {
     if (step_.splits_norms) return;
     const StageInput& own = step_.own[slot];
-    for (int64_t j = 0; j < rows_.count; ++j) enter(j, own.row, own);
+    for (int64_t j = 0; j < rows_.count; ++j) load_token(j, own.row, own);
     if (lists_) list_codes(slot);
   }
   void run(int64_t begin, int64_t end, int64_t slot) const override;
   const void* weights_of(int64_t unit) const override;
 
   // Row j as the products read it.
-  void enter(int64_t j, float* row, const StageInput& to) const;
+  void load_token(int64_t j, float* row, const StageInput& to) const;
   int64_t units() const override;
   ClaimRule claim() const;
   int64_t expand_units() const;
@@ -154,7 +154,7 @@ void Products::for_each_product(const StageInput& from, F&& f) const {
   }
 }
 
-void Products::enter(int64_t j, float* row, const StageInput& to) const {
+void Products::load_token(int64_t j, float* row, const StageInput& to) const {
   if (!own_norms_ && !has_adapter(j) && quantizes_at_once(tokens_of(to, 0), 0))
     return enter_input(j, source_->codes_job(j, row), 0, to);
   const NormJob job = source_->job(j, row);
@@ -183,7 +183,7 @@ void Products::enter_input(int64_t j, const NormJob& job, int i, const StageInpu
                 static_cast<size_t>(float_bytes(job.n)));
   }
   if (at_once) return;
-  signs.turn(table, job.type, job.n, job.y);  // LoRA's factors read the row as it was
+  signs.hadamard(table, job.type, job.n, job.y);  // LoRA's factors read the row as it was
   x.quantize(table, job.y, j);
 }
 
@@ -305,7 +305,7 @@ class Norms final : public StageWork {
     const Step& step = products_.step();
     for (int64_t j = begin; j < end; ++j) {
       if (fills_) step.fill_token(j);
-      products_.enter(j, step.own[slot].row, step.shared);
+      products_.load_token(j, step.own[slot].row, step.shared);
     }
   }
 

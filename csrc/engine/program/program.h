@@ -35,12 +35,13 @@ struct Step;
 inline constexpr int64_t kMostFeatures = int64_t{1} << 22;
 inline constexpr int64_t kMostRows = int64_t{1} << 40;
 
-// What turns the input of a rotated matrix: KernelTable::hadamard_row. block 0: nothing does.
+// The signs of a Hadamard transform of the input of a matrix: KernelTable::hadamard_row. block 0:
+// the input stays as it is.
 struct Signs {
   const float* data = nullptr;
   int64_t block = 0;
 
-  void turn(const KernelTable& table, DType type, int64_t n, float* row) const {
+  void hadamard(const KernelTable& table, DType type, int64_t n, float* row) const {
     if (block == 0) return;
     table.hadamard_row(row, data, n, block, false, row);
     table.round_row(type, row, n);

@@ -60,7 +60,7 @@ class ModelConfig:
     empty where that is so in every layer (config/scalings.py).
     `delta_net`: the layers of Gated DeltaNet among those of attention, None: there are none.
     `partial_rotary`: features of a head that rotary embedding turns, the first ones; 0: all.
-    `rotation`: matrices whose input is turned by a Hadamard transform, None: none
+    `rotation`: matrices whose input gets a Hadamard transform, None: none
     (config/hybrid.py).
     `policies`: of every layer which positions its tokens read, where whoever loads the model asks
     for fewer than it was trained with (config/attention.py); empty: nobody does. `sparsity`: which

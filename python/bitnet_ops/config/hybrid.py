@@ -83,7 +83,7 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class Rotation:
-    """Ternary matrices that hold W' where W = (W' H) diag(s): their input is turned by H (s x).
+    """Ternary matrices that hold W' where W = (W' H) diag(s): their input becomes H (s x).
 
     H: normalised Walsh-Hadamard in Sylvester's order, on each block of the input; s: signs, one
     vector for an input width. An embedding's row z means s * (H z).
@@ -105,7 +105,7 @@ class Rotation:
         return dict(self.blocks).get(width, 0)
 
     def turns(self, module: str, width: int) -> bool:
-        """Whether the input of `module`, a ternary matrix of that width, is turned."""
+        """Whether a Hadamard transform is due of the input of `module`, a ternary matrix."""
         return module not in self.plain and self.block(width) != 0
 
 
