@@ -48,7 +48,7 @@ SECONDS = "300"  # of a suite; a mutant that takes longer does not end
 # Matters of time: no test holds them, nor should it.
 TIME_ONLY = re.compile(
     r"prefetch|[aA]head|kPanelFrom|kWideFrom|kTokenBlock|kHeadRowChunk|kBlockFewest|kFromTokens"
-    r"|kWideFrom|from_memory|first_group|walk|unroll|likely|hint|\bask"
+    r"|from_memory|first_group|walk|unroll|likely|hint|\bask"
 )
 LARGER = re.compile(r"^\s*(alignas\S+ )?\w+ \w+(\[[^]]+\])+( = \{\})?;")
 NO_CODE = re.compile(r"^\s*(#|//|template|static_assert|requires|using|concept)|operator\(\)")

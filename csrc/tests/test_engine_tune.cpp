@@ -13,6 +13,7 @@
 
 #include "engine/pack.h"
 #include "engine/products/product.h"
+#include "engine/products/tune.h"
 #include "runtime/tuning.h"
 #include "tests/check.h"
 #include "tests/random.h"
@@ -207,6 +208,21 @@ TEST(the_faster_way_is_taken) {
   CHECK(plan_of(fast, 64, 2048).by_tables(), "multiplied");
   CHECK(!plan_of(equal, 64, 2048).by_tables(), "by tables that gain nothing");
   CHECK(!plan_of(slow, 64, 2048).by_tables(), "by tables");
+}
+
+// Of times by hand: the margin, and what one of the two series says.
+TEST(the_fastest_needs_a_margin_in_both_series) {
+  begin_case("times by hand");
+  const ProductAlgorithm* rows = scalar_table().products;
+  const auto taken = [&](engine::RowTime usual, engine::RowTime other) {
+    return engine::fastest({usual, other}) - rows;
+  };
+  CHECK(taken({rows, {1.0, 1.0}}, {rows + 1, {0.90, 0.90}}) == 1, "a tenth is not enough");
+  CHECK(taken({rows, {1.0, 1.0}}, {rows + 1, {0.97, 0.97}}) == 0, "3 % are enough");
+  CHECK(taken({rows, {1.0, 1.0}}, {rows + 1, {0.50, 1.01}}) == 0, "one series is enough");
+  CHECK(taken({rows, {1.0, 1.2}}, {rows + 1, {0.99, 0.90}}) == 1,
+        "both are faster, the best a tenth");
+  CHECK(engine::fastest({{rows, {1.0, 1.0}}}) == rows, "nothing else was timed");
 }
 
 // Each place of numbers of tokens has a choice of its own.

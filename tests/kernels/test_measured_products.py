@@ -15,7 +15,7 @@ import pytest
 from bitnet_ops import _runtime
 from isa_control import ISAS, forced_isa
 
-# Six threads at once, each with inputs of its own; what the row says before and after.
+# Six threads at once, each with inputs of its own; what the row says behind them.
 PROGRAM = """
 import hashlib, sys, threading, torch
 from bitnet_ops import _runtime, ops
