@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <initializer_list>
 #include <map>
 #include <optional>
 #include <string>
@@ -122,47 +123,52 @@ const char* choice_name(bitnet::ProductChoice choice) {
   return "";
 }
 
+bitnet::layout::WeightFormat layout_named(const char* function, const std::string& name) {
+  for (const bitnet::layout::WeightFormat format : bitnet::layout::kWeightFormats) {
+    if (name == bitnet::layout::layout_of(format).name) return format;
+  }
+  throw py::value_error(std::string(function) +
+                        ": expected the name of a layout (layouts()), got '" + name + "'");
+}
+
+// Fails unless each is a size that no arithmetic of a plan overflows with.
+void check_sizes(const char* function, std::initializer_list<int64_t> sizes) {
+  constexpr int64_t kMost = int64_t{1} << 20;
+  for (const int64_t n : sizes) {
+    if (n < 1 || n > kMost)
+      throw py::value_error(std::string(function) + ": expected numbers from 1 to 2^20, got " +
+                            std::to_string(n));
+  }
+}
+
 // How a product of one matrix is made with the ISA in use.
 py::dict product_plan(const std::string& name, int64_t out_features, int64_t in_features,
                       int64_t tokens, int64_t threads, bool grouped) {
-  constexpr int64_t kMost = int64_t{1} << 20;
-  for (const int64_t n : {out_features, in_features, tokens, threads}) {
-    if (n < 1 || n > kMost)
-      throw py::value_error("product_plan: expected numbers from 1 to 2^20, got " +
-                            std::to_string(n));
-  }
-  for (const bitnet::layout::WeightFormat format : bitnet::layout::kWeightFormats) {
-    if (name != bitnet::layout::layout_of(format).name) continue;
-    const auto plan = bitnet::engine::plan_matrix(bitnet::kernels(), format, out_features,
-                                                  in_features, grouped, tokens, threads);
-    py::dict row;
-    row["algorithm"] = plan.algorithm->name;
-    row["token_blocks"] = std::max(plan.token_blocks, int64_t{1});
-    row["k_parts"] = plan.k_parts;
-    row["row_parts"] = plan.row_parts;
-    return row;
-  }
-  throw py::value_error("product_plan: expected the name of a layout (layouts()), got '" + name +
-                        "'");
+  check_sizes("product_plan", {out_features, in_features, tokens, threads});
+  const auto plan =
+      bitnet::engine::plan_matrix(bitnet::kernels(), layout_named("product_plan", name),
+                                  out_features, in_features, grouped, tokens, threads);
+  py::dict row;
+  row["algorithm"] = plan.algorithm->name;
+  row["token_blocks"] = std::max(plan.token_blocks, int64_t{1});
+  row["k_parts"] = plan.k_parts;
+  row["row_parts"] = plan.row_parts;
+  return row;
 }
 
 // How long a sample of products like these takes by each algorithm, now.
 py::dict product_times(const std::string& name, int64_t tokens, bool grouped) {
-  for (const bitnet::layout::WeightFormat format : bitnet::layout::kWeightFormats) {
-    if (name != bitnet::layout::layout_of(format).name || tokens < 1) continue;
-    py::dict seconds;
-    for (const auto& time : bitnet::engine::time_products(bitnet::kernels(), {.format = format,
-                                                                              .tokens = tokens,
-                                                                              .k = 1,
-                                                                              .row_blocks = 1,
-                                                                              .block_rows = 1,
-                                                                              .grouped = grouped}))
-      seconds[time.row->name] = std::min(time.seconds[0], time.seconds[1]);
-    return seconds;
-  }
-  throw py::value_error(
-      "product_times: expected the name of a layout (layouts()) and tokens, got '" + name +
-      "' and " + std::to_string(tokens));
+  check_sizes("product_times", {tokens});
+  const bitnet::ProductShape shape{.format = layout_named("product_times", name),
+                                   .tokens = tokens,
+                                   .k = 1,
+                                   .row_blocks = 1,
+                                   .block_rows = 1,
+                                   .grouped = grouped};
+  py::dict seconds;
+  for (const auto& time : bitnet::engine::time_products(bitnet::kernels(), shape))
+    seconds[time.row->name] = std::min(time.seconds[0], time.seconds[1]);
+  return seconds;
 }
 
 py::dict build_info() {

@@ -92,7 +92,8 @@ def product_times(layout: str, tokens: int, grouped: bool = False) -> dict[str, 
 
     A matrix of 1024 x 1024 in `layout`, one thread, the shortest of some turns; tokens are rounded
     down to the number that shares its choice. The first is what the instruction set usually takes.
-    Empty where there is nothing to choose. Raises ValueError for another layout, or no tokens.
+    Empty where there is nothing to choose. Raises ValueError for another layout, or tokens
+    that are not from 1 to 2^20.
     """
 
 def build_info() -> dict[str, str | int]:
