@@ -218,7 +218,7 @@ TEST(the_fastest_needs_a_margin_in_both_series) {
     return engine::fastest({usual, other}) - rows;
   };
   CHECK(taken({rows, {1.0, 1.0}}, {rows + 1, {0.90, 0.90}}) == 1, "a tenth is not enough");
-  CHECK(taken({rows, {1.0, 1.0}}, {rows + 1, {0.97, 0.97}}) == 0, "3 % are enough");
+  CHECK(taken({rows, {1.0, 1.0}}, {rows + 1, {0.97, 0.97}}) == 0, "three hundredths are enough");
   CHECK(taken({rows, {1.0, 1.0}}, {rows + 1, {0.50, 1.01}}) == 0, "one series is enough");
   CHECK(taken({rows, {1.0, 1.2}}, {rows + 1, {0.99, 0.90}}) == 1,
         "both are faster, the best a tenth");

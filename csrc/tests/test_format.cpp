@@ -26,13 +26,14 @@ thread_local std::size_t allocated_bytes = 0;  // since the last reset; frees ar
 }
 
 #ifndef __SANITIZE_ADDRESS__  // which has its own, for all that it finds
-void* operator new(std::size_t size) {
+// noinline: g++ 12 takes a free() that it sees beside a call of operator new for a mistake.
+[[gnu::noinline]] void* operator new(std::size_t size) {
   allocated_bytes += size;
   if (void* p = std::malloc(size)) return p;
   throw std::bad_alloc();
 }
-void operator delete(void* p) noexcept { std::free(p); }
-void operator delete(void* p, std::size_t) noexcept { std::free(p); }
+[[gnu::noinline]] void operator delete(void* p) noexcept { std::free(p); }
+[[gnu::noinline]] void operator delete(void* p, std::size_t) noexcept { std::free(p); }
 #endif
 
 namespace bitnet::test {
