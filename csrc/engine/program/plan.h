@@ -34,7 +34,7 @@ struct LayeredPool {
 struct Batch {
   int64_t tokens = 0;
   const float* x = nullptr;             // [tokens, hidden], embedded
-  const int64_t* positions = nullptr;   // [tokens]
+  Positions positions;
   const int64_t* slots = nullptr;       // [tokens], where their keys and values go
   const int64_t* logit_rows = nullptr;  // [logit_count], at most `tokens`, in any order
   int64_t logit_count = 0;

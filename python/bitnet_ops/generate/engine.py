@@ -48,6 +48,14 @@ from bitnet_ops.config import ModelConfig
 from bitnet_ops.generate.constraint import Constraint
 from bitnet_ops.generate.disk_prefix import DiskPrefix, root_on_disk
 from bitnet_ops.generate.prefix_store import PrefixStore
+from bitnet_ops.generate.prompt import (
+    PromptError,
+    PromptRows,
+    check_prompt,
+    kind_of,
+    split_prompt,
+    token_ids,
+)
 from bitnet_ops.generate.request import (
     ClosedError,
     Consumer,
@@ -56,11 +64,7 @@ from bitnet_ops.generate.request import (
     Finished,
     Limits,
     NewToken,
-    PromptError,
     Request,
-    check_prompt,
-    kind_of,
-    token_ids,
 )
 from bitnet_ops.generate.run import Generation, Run
 from bitnet_ops.generate.sampling import Sampled, SamplingParams, draws_of, sample_steps
@@ -74,7 +78,7 @@ from bitnet_ops.generate.scheduler import (
 )
 from bitnet_ops.generate.states import StateSlots
 from bitnet_ops.generate.turns import Turn
-from bitnet_ops.models.step_batch import SequenceStep, StepBatch
+from bitnet_ops.models.step_batch import StepBatch
 from bitnet_ops.nn.blocks import BlockAllocator, root_key
 from bitnet_ops.nn.kv_config import (
     DEFAULT_BLOCK_SIZE,
@@ -241,7 +245,7 @@ class Engine:
 
     def add(
         self,
-        prompt: Sequence[int],
+        prompt: Sequence[int | PromptRows],
         params: SamplingParams | None = None,
         limits: Limits | None = None,
         *,
@@ -253,7 +257,9 @@ class Engine:
     ) -> int:
         """Queue a request; its id. Its tokens come as events of the `step`s that follow.
 
-        They are those that `generate` gives for it alone, whatever else runs. `adapter`: name of
+        They are those that `generate` gives for it alone, whatever else runs. `prompt`: token ids,
+        and among them PromptRows, rows that stand where embeddings of tokens would, such as those
+        of an image; lists of ids may stand beside them too. `adapter`: name of
         its LoRA adapter, one that the model has loaded. `max_drafts`: how many tokens a step may
         guess from what the text repeats and verify at once, or "auto": as many as make it faster
         here; they change the speed, never the tokens. `consumer`: called with each of its events by
@@ -290,7 +296,7 @@ class Engine:
 
     def start(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int | PromptRows]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         limits: Limits | None = None,
         *,
@@ -327,7 +333,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int | PromptRows]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         limits: Limits | None = None,
     ) -> list[Generation]:
@@ -339,7 +345,7 @@ class Engine:
 
     def _make_request(
         self,
-        prompt: Sequence[int],
+        prompt: Sequence[int | PromptRows],
         params: SamplingParams | None,
         limits: Limits | None,
         adapter: str | None,
@@ -356,7 +362,9 @@ class Engine:
             raise TypeError(
                 f"engine: expected constraint with mask() and add(token), got {kind_of(constraint)}"
             )
-        config, ids = self.model.config, token_ids(prompt, "engine")
+        config = self.model.config
+        prompt, runs = split_prompt(prompt, config.hidden_size)
+        ids = token_ids(prompt, "engine")
         check_prompt(ids, config.vocab_size, config.max_position_embeddings)
         check_adapter(self.model, adapter)
         request = Request(
@@ -368,6 +376,7 @@ class Engine:
             max_drafts=max_drafts,
             constraint=constraint,
             keep_prefix=keep_prefix,
+            runs=runs,
         )
         request.sampler.params.check_vocabulary(config.vocab_size)
         return request
@@ -671,10 +680,7 @@ class Engine:
         wanted = [step.logits for step in steps]
         samplers, drafts = [s.request.sampler for s in steps], [s.drafts for s in steps]
         batch = StepBatch.of(
-            [
-                SequenceStep(s.token_ids, s.start, s.request.blocks, n, s.request.adapter, s.state)
-                for s, n in zip(steps, wanted, strict=True)
-            ],
+            [step.sequence(logits) for step, logits in zip(steps, wanted, strict=True)],
             pool.block_size,
             _largest(sampler.largest for sampler in samplers),
             draws_of(samplers, wanted),
