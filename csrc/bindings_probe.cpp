@@ -45,43 +45,43 @@ bool pin_to(int cpu) {
 #endif
 }
 
-constexpr int64_t kMostDistance = 1 << 16;
-constexpr int64_t kMostIterations = int64_t{1} << 30;  // about a minute
+constexpr int64_t kMaxDistance = 1 << 16;
+constexpr int64_t kMaxIterations = int64_t{1} << 30;  // about a minute
 
 uint64_t probe_read(uintptr_t data_ptr, int64_t nbytes, int64_t streams, int64_t distance) {
   if (nbytes < 0 || (streams != 1 && streams != 2 && streams != 4) || distance < 0 ||
-      distance > kMostDistance) {
+      distance > kMaxDistance) {
     throw std::invalid_argument(
         "probe_read: expected nbytes at least 0, 1, 2 or 4 streams and a distance from 0 to 65536 "
         "bytes, got " +
         std::to_string(nbytes) + ", " + std::to_string(streams) + " and " +
         std::to_string(distance));
   }
-  const bitnet::KernelTable& table = bitnet::kernels();
+  const bitnet::KernelTable& kernels = bitnet::active_kernels();
   const auto* data = reinterpret_cast<const uint8_t*>(data_ptr);
   constexpr int64_t kPage = 4096;
   std::atomic<uint64_t> checksum{0};
   bitnet::parallel_ranges(
       nbytes / kPage, kPage, bitnet::kMinElements, [&](int64_t begin, int64_t end) {
         checksum ^=
-            table.probe_read(data + begin * kPage, (end - begin) * kPage, streams, distance);
+            kernels.probe_read(data + begin * kPage, (end - begin) * kPage, streams, distance);
       });
   return checksum.load();
 }
 
 int64_t probe_int8_peak(int64_t iterations) {
-  if (iterations < 0 || iterations > kMostIterations) {
+  if (iterations < 0 || iterations > kMaxIterations) {
     throw std::invalid_argument("probe_int8_peak: expected iterations from 0 to " +
-                                std::to_string(kMostIterations) + ", got " +
+                                std::to_string(kMaxIterations) + ", got " +
                                 std::to_string(iterations));
   }
-  const bitnet::KernelTable& table = bitnet::kernels();
+  const bitnet::KernelTable& kernels = bitnet::active_kernels();
   const int64_t partitions = bitnet::partitions_for(1 << 20, int64_t{1} << 40, 1);
   std::atomic<int64_t> macs{0};
   std::atomic<int32_t> sink{0};
   bitnet::run_partitions(partitions, [&](int64_t) {
     int32_t local = 0;
-    if (iterations > 0) macs += table.probe_int8_peak(iterations, &local);
+    if (iterations > 0) macs += kernels.probe_int8_peak(iterations, &local);
     sink ^= local;
   });
   return macs.load();

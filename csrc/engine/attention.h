@@ -36,10 +36,10 @@ class AttentionPlan {
   // When so many layers are done: adds what was read to page_counts() (runtime/page_count.h).
   void add_page_counts(int64_t layers) const;
   // Choices [begin, end).
-  void choose(const KernelTable& table, const AttentionBuffers& buffers, int64_t begin, int64_t end,
-              float* shared, float* own) const;
+  void choose(const KernelTable& kernels, const AttentionBuffers& buffers, int64_t begin,
+              int64_t end, float* shared, float* own) const;
   // Tasks [begin, end).
-  void run(const KernelTable& table, const AttentionBuffers& buffers, int64_t begin, int64_t end,
+  void run(const KernelTable& kernels, const AttentionBuffers& buffers, int64_t begin, int64_t end,
            float* shared, float* own) const;
 
  private:

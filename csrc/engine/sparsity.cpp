@@ -12,7 +12,7 @@
 namespace bitnet::engine {
 namespace {
 
-constexpr int kMostCode = 128;  // of magnitudes
+constexpr int kMaxCode = 128;  // of magnitudes
 constexpr int64_t kPanelRows = layout::kColumnRows;
 
 // In (0, 1].
@@ -23,7 +23,7 @@ float share(Keys& keys, const char* name) {
 }
 
 // How many codes have each magnitude.
-using Histogram = std::array<int32_t, kMostCode + 1>;
+using Histogram = std::array<int32_t, kMaxCode + 1>;
 
 // Calls f(codes, n) for the codes of token m, 64 at a time.
 template <class F>
@@ -48,7 +48,7 @@ Histogram magnitudes(const QuantizedTokens& x, int64_t m) {
 // entropy / log(k), from 0 to 1.
 double spread(const Histogram& counts, int64_t k) {
   double sum = 0, weighed = 0;
-  for (int c = 1; c <= kMostCode; ++c) {
+  for (int c = 1; c <= kMaxCode; ++c) {
     const double total = static_cast<double>(counts[static_cast<size_t>(c)]) * c;
     sum += total;
     weighed += total * std::log(static_cast<double>(c));
@@ -58,14 +58,14 @@ double spread(const Histogram& counts, int64_t k) {
   return std::clamp(entropy / std::log(static_cast<double>(k)), 0.0, 1.0);
 }
 
-// The lowest cut above 0 that leaves at most `most` codes, or the largest ones.
-int cut_that_leaves(const Histogram& counts, int64_t most) {
+// The lowest cut above 0 that leaves at most `max` codes, or the largest ones.
+int cut_that_leaves(const Histogram& counts, int64_t max) {
   int64_t left = 0;
-  int cut = kMostCode + 1;
-  for (int c = kMostCode; c >= 1; --c) {
+  int cut = kMaxCode + 1;
+  for (int c = kMaxCode; c >= 1; --c) {
     left += counts[static_cast<size_t>(c)];
     const bool largest = left == counts[static_cast<size_t>(c)];
-    if (left > most && !largest) break;
+    if (left > max && !largest) break;
     cut = c;
   }
   return cut;
@@ -127,13 +127,13 @@ struct Trial {
   }
 
   // Every `apart`-th code or so is not 0, at places without a pattern.
-  void fill(const KernelTable& table, int64_t k, double share) {
+  void fill(const KernelTable& kernels, int64_t k, double share) {
     uint32_t state = 1;
     for (int64_t i = 0; i < k; ++i) {
       state = state * 1664525 + 1013904223;
       codes[static_cast<size_t>(i)] = static_cast<double>(state >> 8) < share * (1 << 24) ? 1 : 0;
     }
-    count = table.list_nonzero(codes.data(), k, at.data(), listed.data());
+    count = kernels.list_nonzero(codes.data(), k, at.data(), listed.data());
     sum = static_cast<int32_t>(count);
   }
 
@@ -149,17 +149,17 @@ double median(std::vector<double>& values) {
   return *middle;
 }
 
-double columns_ns(const KernelTable& table, const Linear& linear, const Trial& trial,
+double columns_ns(const KernelTable& kernels, const Linear& linear, const Trial& trial,
                   std::vector<int32_t>& sums) {
   const int64_t panels = layout::column_panels(linear.rows);
   sums.resize(static_cast<size_t>(panels * kPanelRows));
   const int64_t begin = steady_ns();
-  table.column_product({linear.columns, linear.k, panels, trial.at.data(), trial.listed.data(),
-                        trial.count, trial.sum, sums.data()});
+  kernels.column_product({linear.columns, linear.k, panels, trial.at.data(), trial.listed.data(),
+                          trial.count, trial.sum, sums.data()});
   return static_cast<double>(steady_ns() - begin);
 }
 
-double tiles_ns(const KernelTable& table, const Linear& linear, const Trial& trial,
+double tiles_ns(const KernelTable& kernels, const Linear& linear, const Trial& trial,
                 std::vector<int32_t>& sums) {
   const Weight& w = linear.weight;
   const int64_t blocks = std::max<int64_t>(1, 512 / w.block_rows);  // as products have them
@@ -173,27 +173,27 @@ double tiles_ns(const KernelTable& table, const Linear& linear, const Trial& tri
     job.tokens = 1;
     job.sums = sums.data();
     job.out_stride = blocks * w.block_rows;
-    algorithm_for(table, shape_of(job)).run(job, nullptr);
+    algorithm_for(kernels, shape_of(job)).run(job, nullptr);
   }
   return static_cast<double>(steady_ns() - begin);
 }
 
 }  // namespace
 
-void tune_columns(const KernelTable& table, const std::vector<Linear*>& linears) {
+void tune_columns(const KernelTable& kernels, const std::vector<Linear*>& linears) {
   // Shares of codes that are not 0; a straight line through them is the time of columns. Above
-  // kMostShare the line bends the wrong way: a hardware prefetcher no longer fails.
-  constexpr double kFew = 0.08, kMany = 0.3, kMostShare = 0.45;
+  // kMaxShare the line bends the wrong way: a hardware prefetcher no longer fails.
+  constexpr double kFew = 0.08, kMany = 0.3, kMaxShare = 0.45;
   constexpr size_t kRounds = 24;
   std::vector<Linear*> with;
   for (Linear* linear : linears) {
-    if (linear->columns != nullptr && linear->most_listed < 0) with.push_back(linear);
+    if (linear->columns != nullptr && linear->max_listed < 0) with.push_back(linear);
   }
   if (with.empty()) return;
   const int64_t k = with[0]->k;
   Trial few(k), many(k);
-  few.fill(table, k, kFew);
-  many.fill(table, k, kMany);
+  few.fill(kernels, k, kFew);
+  many.fill(kernels, k, kMany);
   std::vector<double> dense_ns, few_ns, many_ns;
   std::vector<int32_t> sums;
   // matrices take turns, so that they come from memory as in a step; those of other sizes take no
@@ -207,17 +207,17 @@ void tune_columns(const KernelTable& table, const std::vector<Linear*>& linears)
   for (size_t round = 0; round < kRounds; ++round) {
     const Linear& first = turn();
     const double size = static_cast<double>(first.rows);
-    dense_ns.push_back(tiles_ns(table, first, few, sums) / size);
+    dense_ns.push_back(tiles_ns(kernels, first, few, sums) / size);
     const Linear& second = turn();
-    few_ns.push_back(columns_ns(table, second, few, sums) / static_cast<double>(second.rows));
+    few_ns.push_back(columns_ns(kernels, second, few, sums) / static_cast<double>(second.rows));
     const Linear& third = turn();
-    many_ns.push_back(columns_ns(table, third, many, sums) / static_cast<double>(third.rows));
+    many_ns.push_back(columns_ns(kernels, third, many, sums) / static_cast<double>(third.rows));
   }
   const double dense = median(dense_ns), low = median(few_ns), high = median(many_ns);
   const double slope = std::max((high - low) / (kMany - kFew), dense * 1e-3);
-  const double share = std::clamp(kFew + (0.97 * dense - low) / slope, 0.0, kMostShare);
+  const double share = std::clamp(kFew + (0.97 * dense - low) / slope, 0.0, kMaxShare);
   for (Linear* linear : with)
-    linear->most_listed = static_cast<int64_t>(share * static_cast<double>(linear->k));
+    linear->max_listed = static_cast<int64_t>(share * static_cast<double>(linear->k));
 }
 
 }  // namespace bitnet::engine

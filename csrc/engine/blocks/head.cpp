@@ -20,13 +20,13 @@ namespace bitnet::engine {
 namespace {
 
 // Whether bounds of logits are worth making, by the rows that remained of late: where these are
-// more than `most` on average, the whole head is read for so many steps, each time twice as many.
+// more than `max` on average, the whole head is read for so many steps, each time twice as many.
 class BoundsUse {
  public:
   bool next() { return whole_ == 0 || --whole_ == 0; }
-  void learn(int64_t remaining, int64_t most) {
+  void learn(int64_t remaining, int64_t max) {
     average_ = (7 * average_ + remaining) / 8;
-    if (average_ <= most) {
+    if (average_ <= max) {
       wait_ = kWait;
       return;
     }
@@ -61,13 +61,13 @@ class HeadState final : public BlockState {
   }
 
  private:
-  static constexpr int64_t kMostBest = 64;     // tokens of a step with bounds
-  static constexpr int64_t kMostLargest = 64;  // logits of each that are wanted
+  static constexpr int64_t kMaxBest = 64;     // tokens of a step with bounds
+  static constexpr int64_t kMaxLargest = 64;  // logits of each that are wanted
 
   const HeadView& head_;
   BoundsUse bounds_;
   // Of each token the best logit so far, with its noise, and its row (largest_rows).
-  std::array<std::atomic<uint64_t>, kMostBest> best_{};
+  std::array<std::atomic<uint64_t>, kMaxBest> best_{};
   // Where more than the best are wanted, each thread's largest so far: [partitions][logit_count]
   // [largest], every row a heap with the least in front.
   std::vector<float> heaps_;
@@ -76,8 +76,8 @@ class HeadState final : public BlockState {
 void HeadState::begin(const Step& step) {
   const Batch& batch = step.batch;
   reading = HeadReading::kWhole;
-  if (batch.largest == 0 || batch.largest > kMostLargest || batch.logit_count > kMostBest) return;
-  if (!has_bounds(*step.table, head_, batch.logit_count) || !bounds_.next()) return;
+  if (batch.largest == 0 || batch.largest > kMaxLargest || batch.logit_count > kMaxBest) return;
+  if (!has_bounds(*step.kernels, head_, batch.logit_count) || !bounds_.next()) return;
   reading = HeadReading::kBounds;
   for (auto& best : best_) best.store(0, std::memory_order_relaxed);
   remaining = 0;
@@ -99,7 +99,7 @@ class HeadBlock final : public Block {
         has_matrix_(b.keys.has("weight")) {
     if (has_matrix_) {
       const std::string name = b.keys.word("weight");
-      view_ = b.source.head(name, b.keys.integer("vocab", 1, kMostRows), b.settings.hidden);
+      view_ = b.source.head(name, b.keys.integer("vocab", 1, kMaxRows), b.settings.hidden);
       signs_ = b.source.signs(name, b.settings.hidden);
     }
     b.program.set_result(has_matrix_ ? view_.rows : b.settings.hidden, has_matrix_);
@@ -125,8 +125,8 @@ class States final : public StageWork {
   void run(int64_t begin, int64_t end, int64_t /*slot*/) const override {
     const int64_t n = step_.settings().hidden;
     for (int64_t j = begin; j < end; ++j)
-      step_.table->rms_norm_row(rows_.residual + j * n, norm_.weight, n, norm_.eps, DType::kF32,
-                                step_.batch.out + j * n);
+      step_.kernels->rms_norm_row(rows_.residual + j * n, norm_.weight, n, norm_.eps, DType::kF32,
+                                  step_.batch.out + j * n);
   }
 
  private:
@@ -164,9 +164,10 @@ class Logits final : public StageWork {
     float* row = step_.own[slot].row;
     const HeadInput& to = input(slot);
     const int64_t n = step_.settings().hidden;
-    step_.table->rms_norm_row(rows_.residual + j * n, norm_.weight, n, norm_.eps, DType::kF32, row);
-    signs_.hadamard(*step_.table, DType::kF32, n, row);
-    prepare_head_token(*step_.table, head_, row, j, to);
+    step_.kernels->rms_norm_row(rows_.residual + j * n, norm_.weight, n, norm_.eps, DType::kF32,
+                                row);
+    signs_.hadamard(*step_.kernels, DType::kF32, n, row);
+    prepare_head_token(*step_.kernels, head_, row, j, to);
     if (state_.reading == HeadReading::kBounds) measure_bytes(head_, j, to);
   }
   void prepare(int64_t slot) const override {
@@ -181,11 +182,11 @@ class Logits final : public StageWork {
     const int64_t unit = unit_rows(head_), first = begin * unit;
     const int64_t last = std::min(end * unit, head_.rows);
     if (state_.reading == HeadReading::kWhole)
-      return head_rows(*step_.table, head_, first, last, from, rows_.count, step_.batch.out + first,
-                       head_.rows);
+      return head_rows(*step_.kernels, head_, first, last, from, rows_.count,
+                       step_.batch.out + first, head_.rows);
     const Largest found = state_.largest(step_.batch, slot);
     for (int64_t n = first; n < last; n += unit)  // what one has found bounds the next
-      state_.remaining += largest_rows(*step_.table, head_, n, std::min(n + unit, last), from,
+      state_.remaining += largest_rows(*step_.kernels, head_, n, std::min(n + unit, last), from,
                                        rows_.count, found, step_.batch.out + n, head_.rows);
   }
   const void* weights_of(int64_t unit) const override {
