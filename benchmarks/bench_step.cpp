@@ -2,7 +2,7 @@
 // [context] [layers] [head rows] [steps] [isa]. One thread does the work of two; of each stage the
 // best of several steps counts, so that other processes disturb little. Weights are random bytes.
 // With BENCH_STEP_PLAN=partitions it prints the plan for so many, a line a stage: "plan" name units
-// least most parts nanoseconds, those of preparing, bytes of weights; benchmarks/many_cores.py
+// min max parts nanoseconds, those of preparing, bytes of weights; benchmarks/many_cores.py
 // reads them.
 #include <algorithm>
 #include <chrono>
@@ -261,8 +261,8 @@ void report(const Bench& bench, const Settings& s, int64_t partitions) {
     for (std::size_t j = 0; j < best.size(); ++j) {
       const ClaimRule& rule = times.claims[j];
       std::printf("plan \"%s\" %lld %lld %lld %lld %.0f %.0f %lld\n", times.names[j],
-                  static_cast<long long>(times.units[j]), static_cast<long long>(rule.least),
-                  static_cast<long long>(rule.most), static_cast<long long>(rule.parts),
+                  static_cast<long long>(times.units[j]), static_cast<long long>(rule.min),
+                  static_cast<long long>(rule.max), static_cast<long long>(rule.parts),
                   best[j] * 1e9, prepare[j] * 1e9,
                   static_cast<long long>(bench.tensors.bytes_of(times.names[j])));
     }

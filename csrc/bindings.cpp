@@ -95,9 +95,9 @@ py::dict layouts() {
 
 py::tuple packed_shape(const std::string& name, int64_t out_features, int64_t in_features,
                        int64_t lanes) {
-  constexpr int64_t kMost = int64_t{1} << 40;  // keeps every size below inside int64
-  if (out_features < 0 || out_features > kMost || in_features < 0 || in_features > kMost ||
-      lanes < 0 || lanes > bitnet::layout::kMostLanes)
+  constexpr int64_t kMax = int64_t{1} << 40;  // keeps every size below inside int64
+  if (out_features < 0 || out_features > kMax || in_features < 0 || in_features > kMax ||
+      lanes < 0 || lanes > bitnet::layout::kMaxLanes)
     throw py::value_error("packed_shape: expected features from 0 to 2^40 and at most 16 lanes");
   for (const auto& layout : bitnet::layout::kWeightLayouts) {
     if (name != layout.name) continue;
@@ -133,9 +133,9 @@ bitnet::layout::WeightFormat layout_named(const char* function, const std::strin
 
 // Fails unless each is a size that no arithmetic of a plan overflows with.
 void check_sizes(const char* function, std::initializer_list<int64_t> sizes) {
-  constexpr int64_t kMost = int64_t{1} << 20;
+  constexpr int64_t kMax = int64_t{1} << 20;
   for (const int64_t n : sizes) {
-    if (n < 1 || n > kMost)
+    if (n < 1 || n > kMax)
       throw py::value_error(std::string(function) + ": expected numbers from 1 to 2^20, got " +
                             std::to_string(n));
   }

@@ -144,14 +144,14 @@ std::uint64_t xxh64(const py::buffer& data) {
 
 // (count, end, fault, at, marks as the bytes of u64) of format::walk_gguf_strings.
 py::tuple gguf_strings(const py::buffer& data, std::uint64_t offset, std::uint64_t count,
-                       std::uint64_t most_bytes, std::uint64_t first, std::uint64_t stride) {
+                       std::uint64_t max_bytes, std::uint64_t first, std::uint64_t stride) {
   const py::buffer_info info = data.request();
   const std::span<const std::uint8_t> bytes = bytes_of(info, "gguf_strings");
   if (stride == 0) throw py::value_error("gguf_strings: expected a stride above 0, got 0");
   format::GgufStrings walked;
   {
     py::gil_scoped_release release;
-    walked = format::walk_gguf_strings(bytes, offset, count, most_bytes, first, stride);
+    walked = format::walk_gguf_strings(bytes, offset, count, max_bytes, first, stride);
   }
   const py::bytes marks(reinterpret_cast<const char*>(walked.marks.data()),
                         walked.marks.size() * sizeof(std::uint64_t));
@@ -192,5 +192,5 @@ void bind_format(py::module_& m) {
   m.def("format_error_codes", &error_codes);
   m.def("xxh64", &xxh64, py::arg("data"));
   m.def("gguf_strings", &gguf_strings, py::arg("data"), py::arg("offset"), py::arg("count"),
-        py::arg("most_bytes"), py::arg("first"), py::arg("stride"));
+        py::arg("max_bytes"), py::arg("first"), py::arg("stride"));
 }

@@ -45,12 +45,12 @@ bool pin_to(int cpu) {
 #endif
 }
 
-constexpr int64_t kMostDistance = 1 << 16;
-constexpr int64_t kMostIterations = int64_t{1} << 30;  // about a minute
+constexpr int64_t kMaxDistance = 1 << 16;
+constexpr int64_t kMaxIterations = int64_t{1} << 30;  // about a minute
 
 uint64_t probe_read(uintptr_t data_ptr, int64_t nbytes, int64_t streams, int64_t distance) {
   if (nbytes < 0 || (streams != 1 && streams != 2 && streams != 4) || distance < 0 ||
-      distance > kMostDistance) {
+      distance > kMaxDistance) {
     throw std::invalid_argument(
         "probe_read: expected nbytes at least 0, 1, 2 or 4 streams and a distance from 0 to 65536 "
         "bytes, got " +
@@ -70,9 +70,9 @@ uint64_t probe_read(uintptr_t data_ptr, int64_t nbytes, int64_t streams, int64_t
 }
 
 int64_t probe_int8_peak(int64_t iterations) {
-  if (iterations < 0 || iterations > kMostIterations) {
+  if (iterations < 0 || iterations > kMaxIterations) {
     throw std::invalid_argument("probe_int8_peak: expected iterations from 0 to " +
-                                std::to_string(kMostIterations) + ", got " +
+                                std::to_string(kMaxIterations) + ", got " +
                                 std::to_string(iterations));
   }
   const bitnet::KernelTable& table = bitnet::kernels();

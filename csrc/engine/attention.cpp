@@ -12,7 +12,7 @@
 namespace bitnet::engine {
 namespace {
 
-constexpr int64_t kMostPartitions = 256;
+constexpr int64_t kMaxPartitions = 256;
 
 }  // namespace
 
@@ -75,9 +75,9 @@ int64_t AttentionPlans::shared_before(size_t plan) const {
 }
 
 int64_t AttentionPlans::thread_floats() const {
-  int64_t most = 0;
-  for (size_t i = 0; i < used_; ++i) most = std::max(most, plans_[i].thread_floats());
-  return most;
+  int64_t max = 0;
+  for (size_t i = 0; i < used_; ++i) max = std::max(max, plans_[i].thread_floats());
+  return max;
 }
 
 void AttentionPlans::prepare(float* shared) const {
@@ -88,10 +88,10 @@ void attend(const AttentionShape& shape, const Sequences& sequences,
             const AttentionBuffers& buffers) {
   const KernelTable& table = kernels();
   thread_local AttentionPlan plan;  // for its memory
-  const int64_t most =
-      partitions_for(kMostPartitions, attention_work(shape, sequences), kMinElements);
-  plan.build(shape, sequences, most);
-  const int64_t partitions = std::min(most, plan.tasks()), own = plan.thread_floats();
+  const int64_t max_partitions =
+      partitions_for(kMaxPartitions, attention_work(shape, sequences), kMinElements);
+  plan.build(shape, sequences, max_partitions);
+  const int64_t partitions = std::min(max_partitions, plan.tasks()), own = plan.thread_floats();
   if (partitions == 0) return;
   Scratch<float> shared(plan.shared_floats()), threads(partitions * own);
   plan.prepare(shared.get());

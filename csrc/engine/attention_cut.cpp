@@ -7,9 +7,9 @@ namespace bitnet::engine {
 namespace {
 
 constexpr int64_t kBlockRows = 96;       // query rows that meet a chunk while it is in cache
-constexpr int64_t kFewestRows = 24;      // smaller blocks waste the loads of keys and values
+constexpr int64_t kMinRows = 24;         // smaller blocks waste the loads of keys and values
 constexpr int64_t kGroupsPerThread = 8;  // enough for an even split without cutting positions
-constexpr int64_t kMostSplitFloats = int64_t{1} << 22;  // states of split groups: 16 MiB
+constexpr int64_t kMaxSplitFloats = int64_t{1} << 22;  // states of split groups: 16 MiB
 constexpr int64_t kReadingRows = 4;  // reading a chunk takes as long as so many rows' arithmetic
 
 }  // namespace
@@ -47,7 +47,7 @@ void AttentionCut::choose_block_tokens(int64_t threads) {
     }
     return blocks * shape_.kv_heads;
   };
-  while (block_tokens_ > 1 && block_tokens_ * rows_per_token_ / 2 >= kFewestRows &&
+  while (block_tokens_ > 1 && block_tokens_ * rows_per_token_ / 2 >= kMinRows &&
          groups() < kGroupsPerThread * threads) {
     block_tokens_ = (block_tokens_ + 1) / 2;
   }
@@ -89,9 +89,9 @@ void AttentionCut::make_groups() {
 
 void AttentionCut::add_choice(Group& group) {
   const int64_t pages = (group.position + group.tokens - 1) / kAttentionChunk + 1;
-  const int64_t most = group.tokens * most_pages_read(shape_.policy, pages);
-  group.pieces = std::min(pages, most);
-  group.row_pieces = most * rows_per_token_;
+  const int64_t max_pages = group.tokens * max_pages_read(shape_.policy, pages);
+  group.pieces = std::min(pages, max_pages);
+  group.row_pieces = max_pages * rows_per_token_;
   group.choice = chosen_pieces_;
   chosen_pieces_ += 1 + group.pieces;
   max_pages_ = std::max(max_pages_, pages);
@@ -137,7 +137,7 @@ void AttentionCut::make_tasks(int64_t threads) {
     Group& group = groups_[g];
     const int64_t floats = group.pieces * rows_of(group) * state_floats();
     if (group.pieces == 1 || cost_of(group) * kGroupsPerThread * threads <= cost ||
-        states_floats_ + floats > kMostSplitFloats) {
+        states_floats_ + floats > kMaxSplitFloats) {
       continue;
     }
     group.counter = split_groups_++;

@@ -56,7 +56,7 @@ void DeltaNet::mix(const KernelTable& table, const Sequences& s, const StateStep
     std::copy_n(past + i * dim, dim, ring + i * dim);
   }
   const auto ring_row = [&](int64_t i) { return ring + i % shape_.taps * dim; };
-  const float* taps[kMostTaps];
+  const float* taps[kMaxTaps];
   for (int64_t t = 0; t < tokens; ++t) {
     load_channels(table, rows, channels, begin + t, channel, dim, ring_row(before + t));
     for (int64_t j = 0; j < shape_.taps; ++j) taps[j] = ring_row(t + j);

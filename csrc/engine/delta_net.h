@@ -45,7 +45,7 @@ struct DeltaWeights {
 };
 
 // What the memory of a unit is made for: features of a head's keys, and taps.
-inline constexpr int64_t kMostKeyDim = 256, kMostTaps = 8;
+inline constexpr int64_t kMaxKeyDim = 256, kMaxTaps = 8;
 
 // The states of one layer in all slots, float32. *_slot: floats from one slot to the next.
 //   recurrent  [value_heads][slabs][key_dim][kStateColumns]

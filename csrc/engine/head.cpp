@@ -234,13 +234,13 @@ int64_t largest_rows(const KernelTable& table, const HeadView& head, int64_t row
       const uint64_t best = largest.best[m].load(std::memory_order_relaxed);
       return best == 0 ? kNone : value_of(best);
     };
-    float least = best_only ? best_so_far() : heap.front();
+    float threshold = best_only ? best_so_far() : heap.front();
     // v with its noise: a bound stays one, for the sum grows with it
     const auto add_noise = [&](const float* v, int64_t n, int64_t row, float* to) {
-      table.add_noise_row(v, n, noise.temperature, noise.key, row, least, to);
+      table.add_noise_row(v, n, noise.temperature, noise.key, row, threshold, to);
     };
     if (noisy) add_noise(bounds, rows, row_begin, bounds);
-    if (table.max_row(bounds, rows) < least) {
+    if (table.max_row(bounds, rows) < threshold) {
       std::fill_n(bounds, rows, kNone);
       continue;
     }
@@ -248,7 +248,7 @@ int64_t largest_rows(const KernelTable& table, const HeadView& head, int64_t row
     token.tokens += m;
     for (int64_t n = 0; n < rows; ++n) {
       float& logit = bounds[n];
-      if (logit < least) {
+      if (logit < threshold) {
         logit = kNone;
         continue;
       }
@@ -260,12 +260,12 @@ int64_t largest_rows(const KernelTable& table, const HeadView& head, int64_t row
         if (noisy) add_noise(&logit, 1, row_begin + n, &value);
         const uint64_t lower = raise_to(sortable(value, row_begin + n), largest.best[m]);
         if (lower != 0) bounds[row_of(lower) - row_begin] = kNone;
-        least = best_so_far();
-      } else if (logit > least) {
+        threshold = best_so_far();
+      } else if (logit > threshold) {
         std::pop_heap(heap.begin(), heap.end(), std::greater<>());
         heap.back() = logit;
         std::push_heap(heap.begin(), heap.end(), std::greater<>());
-        least = heap.front();
+        threshold = heap.front();
       }
     }
   }

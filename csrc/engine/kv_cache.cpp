@@ -106,19 +106,19 @@ uint16_t rounded_away(float x, bool down) {
 void bound_page(const KernelTable& table, const CachePool& pool, int64_t page, int64_t head,
                 float* row) {
   const int64_t dim = pool.dim, pages = pool.block_size / kAttentionChunk, block = page / pages;
-  float *key = row, *most = row + dim, *least = most + dim;
+  float *key = row, *max = row + dim, *min = max + dim;
   for (int64_t p = 0; p < kAttentionChunk; ++p) {
     load_key(table, pool, block, page % pages * kAttentionChunk + p, head, key);
     for (int64_t i = 0; i < dim; ++i) {
       const float x = key[i];  // a NaN stays
-      most[i] = p == 0 || x > most[i] || x != x ? x : most[i];
-      least[i] = p == 0 || x < least[i] || x != x ? x : least[i];
+      max[i] = p == 0 || x > max[i] || x != x ? x : max[i];
+      min[i] = p == 0 || x < min[i] || x != x ? x : min[i];
     }
   }
   auto* to = reinterpret_cast<uint16_t*>(pool.bounds.at(block, page % pages, head));
   for (int64_t i = 0; i < dim; ++i) {
-    to[i] = rounded_away(most[i], false);
-    to[dim + i] = rounded_away(least[i], true);
+    to[i] = rounded_away(max[i], false);
+    to[dim + i] = rounded_away(min[i], true);
   }
 }
 

@@ -25,7 +25,7 @@ void shrink_block(const KernelTable& table, const LoraProjection& p,
                   const AdapterGroups::Group& group, int64_t begin, int64_t end, int64_t first,
                   int64_t last) {
   const LoraWeight& lora = p.weights[group.adapter];
-  float* out = p.inner + group.begin * p.most_rank + (first - group.begin) * lora.rank + begin;
+  float* out = p.inner + group.begin * p.max_rank + (first - group.begin) * lora.rank + begin;
   table.head_dense(p.x + first * p.k, last - first, lora.type, lora.a, p.k, begin, end, p.ahead,
                    out, lora.rank);
 }
@@ -55,7 +55,7 @@ void expand_block(const KernelTable& table, const AdapterGroups& groups, const L
     const LoraWeight& lora = p.weights[group.adapter];
     if (from >= to) continue;
     if (lora.rank != 0) {
-      const float* x = p.inner + group.begin * p.most_rank + (from - group.begin) * lora.rank;
+      const float* x = p.inner + group.begin * p.max_rank + (from - group.begin) * lora.rank;
       table.dense_tiles(x, to - from, lora.type, lora.b, lora.rank, lora.scaling, begin, begin + n,
                         deltas, n);
     }

@@ -49,8 +49,8 @@ struct LoraProjection {
   const LoraWeight* weights;  // of every adapter
   int64_t k, rows;
   const float* x;  // [with_adapter, k], by place: what the projection read, not yet quantised
-  float* inner;    // [with_adapter, most_rank]: x A^T, of a group in rows of its own rank
-  int64_t most_rank;
+  float* inner;    // [with_adapter, max_rank]: x A^T, of a group in rows of its own rank
+  int64_t max_rank;
   Prefetch ahead;
   DType type;       // what outputs are rounded to
   void* y;          // [tokens, rows] of it, the projection's outputs

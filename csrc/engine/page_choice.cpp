@@ -55,10 +55,10 @@ bool chooses_pages(const AttentionPolicy& policy, int64_t position) {
   const int64_t pages = position / kAttentionChunk + 1;
   const bool fixed = policy.threshold == 0 && policy.min_ratio == policy.max_ratio;
   return policy.chooses() && position >= policy.dense_below && pages > 2 &&
-         !(fixed && most_pages_read(policy, pages) == pages);
+         !(fixed && max_pages_read(policy, pages) == pages);
 }
 
-int64_t most_pages_read(const AttentionPolicy& policy, int64_t pages) {
+int64_t max_pages_read(const AttentionPolicy& policy, int64_t pages) {
   if (policy.threshold > 0) return pages;
   return std::clamp(share_of(policy.max_ratio, pages), fewest_of_share(policy, pages), pages);
 }
@@ -83,7 +83,7 @@ int64_t choose_pages(const KernelTable& table, const AttentionPolicy& policy, in
     finite = finite && std::fabs(score) <= FLT_MAX;
     score = score == score ? std::clamp(score, -FLT_MAX, FLT_MAX) : FLT_MAX;
   }
-  int64_t count = most_pages_read(policy, pages);
+  int64_t count = max_pages_read(policy, pages);
   if (finite && (policy.threshold > 0 || policy.min_ratio != policy.max_ratio)) {
     const float top = table.max_row(scores, others);
     count =

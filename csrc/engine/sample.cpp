@@ -154,9 +154,9 @@ Distribution distribution_of(const float* x, int64_t n, float largest, const Sam
   }
   double kept = 0.0;
   d.cut = o.top_p < 1.0 ? cut_at_sum(d.p, o.top_p, memory.selection, &kept) : all_of(d.p);
-  const float least = static_cast<float>(o.min_p) * d.p.scale;  // the largest weight is 1
+  const float threshold = static_cast<float>(o.min_p) * d.p.scale;  // the largest weight is 1
   if (o.min_p > 0.0) {
-    d.cut = stricter(d.cut, {least, n - 1});
+    d.cut = stricter(d.cut, {threshold, n - 1});
   } else if (o.top_p < 1.0 && sums_exactly(n, o.top_p)) {
     d.kept = kept;
   }
@@ -197,7 +197,7 @@ int64_t draw_ascending(const Distribution& d, double uniform) {
 }
 
 // Of what is kept and has a positive probability the last, descending.
-int64_t least_kept(const Distribution& d) {
+int64_t min_kept(const Distribution& d) {
   Cut last = {kInfinity, -1};
   for (int64_t i = 0; i < d.p.count; ++i) {
     const float p = d.p.at(i);
@@ -211,24 +211,24 @@ int64_t draw_descending(const Distribution& d, double uniform, const SelectionMe
   const double point = std::nextafter(uniform * all, 2.0);  // passed, not only reached
   const Cut at = cut_at_sum(d.p, point, memory);
   // Rounding: summed in another order, what is kept may fall short of the point.
-  return at.value > 0.0f && d.cut.keeps(at.value, at.index) ? at.index : least_kept(d);
+  return at.value > 0.0f && d.cut.keeps(at.value, at.index) ? at.index : min_kept(d);
 }
 
 // -ln(2^-33), rounded up: no noise exceeds it.
-constexpr float kMostNoise = 22.9f;
+constexpr float kMaxNoise = 22.9f;
 
 // The id whose logit with its noise is the largest. memory.bounds: of each block, its largest
 // logit.
 int64_t draw_of_all(const float* x, int64_t n, int64_t most_probable, const Noise& noise,
                     const RowMemory& memory) {
-  const auto add_noise = [&](int64_t begin, int64_t count, float least) {
-    kernels().add_noise_row(x + begin, count, noise.temperature, noise.key, begin, least,
+  const auto add_noise = [&](int64_t begin, int64_t count, float threshold) {
+    kernels().add_noise_row(x + begin, count, noise.temperature, noise.key, begin, threshold,
                             memory.weights);
   };
   add_noise(most_probable, 1, -kInfinity);
   Largest best = {memory.weights[0], most_probable};
   for (int64_t begin = 0; begin < n; begin += kBlock) {
-    const float bound = std::fma(noise.temperature, kMostNoise, memory.bounds[begin / kBlock]);
+    const float bound = std::fma(noise.temperature, kMaxNoise, memory.bounds[begin / kBlock]);
     if (bound < best.value) continue;
     add_noise(begin, std::min(kBlock, n - begin), best.value);
     const Largest found = largest_of(memory.weights, std::min(kBlock, n - begin));

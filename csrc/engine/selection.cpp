@@ -139,8 +139,9 @@ Level level_of_few(const Values& v, Measure measure, double target, double befor
   return level;
 }
 
-// The least value above a bound, with all of its equals; `above` is their measure and that of more.
-Level least_above(const Values& v, float bound, double above) {
+// The smallest value above a bound, with all of its equals; `above` is their measure and that of
+// more.
+Level min_above(const Values& v, float bound, double above) {
   Level level = {kInfinity, 0, above};
   for (int64_t i = 0; i < v.count; ++i) {
     const float x = v.at(i);
@@ -190,7 +191,7 @@ Level level_at(const Values& row, Measure measure, double target, const Selectio
     single = !single && !halved && !large_first;
   }
   // Rounded sums may disagree about where the target is reached by one value.
-  if (list.count == 0) return least_above(row, bounds.high, above);
+  if (list.count == 0) return min_above(row, bounds.high, above);
   return level_of_few(list, measure, target, before);
 }
 
@@ -221,10 +222,11 @@ Cut cut_at_sum(const Values& values, double target, const SelectionMemory& memor
 }
 
 bool sums_exactly(int64_t count, double target) {
-  // Values below `least` sum to less than what the target leaves over: none of them is kept. Those
-  // from 2^-29 on are multiples of 2^-52, and so is every sum of them; sums below 2 are exact.
-  const double least = (1.0 - 1e-6 - target) / static_cast<double>(count);
-  return least >= 0x1p-29;
+  // Values below `threshold` sum to less than what the target leaves over: none of them is kept.
+  // Those from 2^-29 on are multiples of 2^-52, and so is every sum of them; sums below 2 are
+  // exact.
+  const double threshold = (1.0 - 1e-6 - target) / static_cast<double>(count);
+  return threshold >= 0x1p-29;
 }
 
 double kept_sum(const Values& values, const Cut& cut, int64_t begin, int64_t end) {

@@ -12,7 +12,7 @@
 namespace bitnet::engine {
 namespace {
 
-constexpr int kMostCode = 128;  // of magnitudes
+constexpr int kMaxCode = 128;  // of magnitudes
 constexpr int64_t kPanelRows = layout::kColumnRows;
 
 // In (0, 1].
@@ -23,7 +23,7 @@ float share(Keys& keys, const char* name) {
 }
 
 // How many codes have each magnitude.
-using Histogram = std::array<int32_t, kMostCode + 1>;
+using Histogram = std::array<int32_t, kMaxCode + 1>;
 
 // Calls f(codes, n) for the codes of token m, 64 at a time.
 template <class F>
@@ -48,7 +48,7 @@ Histogram magnitudes(const QuantizedTokens& x, int64_t m) {
 // entropy / log(k), from 0 to 1.
 double spread(const Histogram& counts, int64_t k) {
   double sum = 0, weighed = 0;
-  for (int c = 1; c <= kMostCode; ++c) {
+  for (int c = 1; c <= kMaxCode; ++c) {
     const double total = static_cast<double>(counts[static_cast<size_t>(c)]) * c;
     sum += total;
     weighed += total * std::log(static_cast<double>(c));
@@ -58,14 +58,14 @@ double spread(const Histogram& counts, int64_t k) {
   return std::clamp(entropy / std::log(static_cast<double>(k)), 0.0, 1.0);
 }
 
-// The lowest cut above 0 that leaves at most `most` codes, or the largest ones.
-int cut_that_leaves(const Histogram& counts, int64_t most) {
+// The lowest cut above 0 that leaves at most `max` codes, or the largest ones.
+int cut_that_leaves(const Histogram& counts, int64_t max) {
   int64_t left = 0;
-  int cut = kMostCode + 1;
-  for (int c = kMostCode; c >= 1; --c) {
+  int cut = kMaxCode + 1;
+  for (int c = kMaxCode; c >= 1; --c) {
     left += counts[static_cast<size_t>(c)];
     const bool largest = left == counts[static_cast<size_t>(c)];
-    if (left > most && !largest) break;
+    if (left > max && !largest) break;
     cut = c;
   }
   return cut;
@@ -182,12 +182,12 @@ double tiles_ns(const KernelTable& table, const Linear& linear, const Trial& tri
 
 void tune_columns(const KernelTable& table, const std::vector<Linear*>& linears) {
   // Shares of codes that are not 0; a straight line through them is the time of columns. Above
-  // kMostShare the line bends the wrong way: a hardware prefetcher no longer fails.
-  constexpr double kFew = 0.08, kMany = 0.3, kMostShare = 0.45;
+  // kMaxShare the line bends the wrong way: a hardware prefetcher no longer fails.
+  constexpr double kFew = 0.08, kMany = 0.3, kMaxShare = 0.45;
   constexpr size_t kRounds = 24;
   std::vector<Linear*> with;
   for (Linear* linear : linears) {
-    if (linear->columns != nullptr && linear->most_listed < 0) with.push_back(linear);
+    if (linear->columns != nullptr && linear->max_listed < 0) with.push_back(linear);
   }
   if (with.empty()) return;
   const int64_t k = with[0]->k;
@@ -215,9 +215,9 @@ void tune_columns(const KernelTable& table, const std::vector<Linear*>& linears)
   }
   const double dense = median(dense_ns), low = median(few_ns), high = median(many_ns);
   const double slope = std::max((high - low) / (kMany - kFew), dense * 1e-3);
-  const double share = std::clamp(kFew + (0.97 * dense - low) / slope, 0.0, kMostShare);
+  const double share = std::clamp(kFew + (0.97 * dense - low) / slope, 0.0, kMaxShare);
   for (Linear* linear : with)
-    linear->most_listed = static_cast<int64_t>(share * static_cast<double>(linear->k));
+    linear->max_listed = static_cast<int64_t>(share * static_cast<double>(linear->k));
 }
 
 }  // namespace bitnet::engine

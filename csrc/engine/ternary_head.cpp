@@ -77,7 +77,7 @@ void ternary_rows(const KernelTable& table, const HeadView& head, int64_t row_be
                   int64_t out_stride) {
   const Weight& w = head.ternary;
   const int64_t rows = w.block_rows, whole = row_end / rows;
-  alignas(64) float values[kTokens * layout::kMostBlockRows];
+  alignas(64) float values[kTokens * layout::kMaxBlockRows];
   for (int64_t m = 0; m < tokens; m += kTokens) {
     const int64_t count = std::min(kTokens, tokens - m);
     float* to = out + m * out_stride;

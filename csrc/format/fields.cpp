@@ -37,10 +37,10 @@ void check_config_text(std::string_view config, std::uint64_t at) {
 // The bound by the room left is what makes reserve() safe against a lying count.
 void check_tensor_count(std::uint64_t count, std::uint64_t room_bytes, std::uint64_t smallest,
                         std::uint64_t at) {
-  const std::uint64_t most = std::min(kMaxTensors, room_bytes / smallest);
-  if (count > most) {
+  const std::uint64_t max = std::min(kMaxTensors, room_bytes / smallest);
+  if (count > max) {
     fail(ErrorCode::kTensorCount, at, Where{},
-         "a tensor count of at most " + str(most) + " (limit " + str(kMaxTensors) + ", and " +
+         "a tensor count of at most " + str(max) + " (limit " + str(kMaxTensors) + ", and " +
              str(room_bytes) + " bytes follow), got " + str(count),
          "; the file is incomplete or damaged: convert the model again");
   }
@@ -83,8 +83,8 @@ void read_dims(Cursor& in, const Where& where, TensorRecord& tensor) {
   const bool fits =
       tensor.packed() ? tensor.ndim == 2 : tensor.ndim >= 1 && tensor.ndim <= kMaxDims;
   if (!fits) {
-    const std::string most = tensor.packed() ? "2 (packed)" : "1 to " + str(kMaxDims);
-    fail(ErrorCode::kNdim, at, where, "ndim " + most + ", got " + str(tensor.ndim));
+    const std::string range = tensor.packed() ? "2 (packed)" : "1 to " + str(kMaxDims);
+    fail(ErrorCode::kNdim, at, where, "ndim " + range + ", got " + str(tensor.ndim));
   }
   for (std::uint32_t i = 0; i < tensor.ndim; ++i) {
     const std::uint64_t dim_at = in.offset();

@@ -14,7 +14,7 @@ static_assert(std::endian::native == std::endian::little, "GGUF is read by memcp
 namespace bitnet::format {
 
 GgufStrings walk_gguf_strings(std::span<const std::uint8_t> bytes, std::uint64_t offset,
-                              std::uint64_t count, std::uint64_t most_bytes, std::uint64_t first,
+                              std::uint64_t count, std::uint64_t max_bytes, std::uint64_t first,
                               std::uint64_t stride) {
   GgufStrings out;
   out.end = offset;
@@ -25,7 +25,7 @@ GgufStrings walk_gguf_strings(std::span<const std::uint8_t> bytes, std::uint64_t
       return out;
     }
     std::memcpy(&length, bytes.data() + out.end, sizeof(length));
-    if (length > most_bytes) {
+    if (length > max_bytes) {
       out.fault = GgufStringFault::kTooLong;
       out.at = length;
       return out;

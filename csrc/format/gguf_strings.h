@@ -29,7 +29,7 @@ struct GgufStrings {
 // Walks up to `count` strings of `bytes` from `offset` on. `first` is the number of the first one
 // within its array, and `stride` (above 0) says which of them are marked. Memory: the marks alone.
 GgufStrings walk_gguf_strings(std::span<const std::uint8_t> bytes, std::uint64_t offset,
-                              std::uint64_t count, std::uint64_t most_bytes, std::uint64_t first,
+                              std::uint64_t count, std::uint64_t max_bytes, std::uint64_t first,
                               std::uint64_t stride);
 
 }  // namespace bitnet::format

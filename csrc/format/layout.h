@@ -116,7 +116,7 @@ inline constexpr WeightLayout kWeightLayouts[] = {
 constexpr const WeightLayout& layout_of(WeightFormat format) {
   return kWeightLayouts[static_cast<int>(format)];
 }
-inline constexpr int64_t kMostLanes = 16;
-inline constexpr int64_t kMostBlockRows = 5 * kMostLanes;
+inline constexpr int64_t kMaxLanes = 16;
+inline constexpr int64_t kMaxBlockRows = 5 * kMaxLanes;
 
 }  // namespace bitnet::layout

@@ -127,10 +127,10 @@ void check_in_features(std::span<const std::uint8_t> file, const TensorRecord& t
     fail(ErrorCode::kInFeatures, tensor.offset_bytes, where_of(tensor),
          "K " + str(in_features) + " as the config says, got " + str(tensor.in_features), remedy);
   }
-  const std::uint64_t most = layout::kFields * std::uint64_t{tensor.dims[1]};
-  if (in_features > most || most - in_features >= layout::kBlockWeights) {
+  const std::uint64_t max = layout::kFields * std::uint64_t{tensor.dims[1]};
+  if (in_features > max || max - in_features >= layout::kBlockWeights) {
     fail(ErrorCode::kInFeatures, tensor.offset_bytes, where_of(tensor),
-         "K from " + str(most - layout::kBlockWeights + 1) + " to " + str(most) + " for rows of " +
+         "K from " + str(max - layout::kBlockWeights + 1) + " to " + str(max) + " for rows of " +
              str(tensor.dims[1]) + " bytes, got " + str(in_features),
          remedy);
   }

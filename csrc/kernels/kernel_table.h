@@ -85,11 +85,11 @@ constexpr int64_t kAttentionChunk = 64;
 constexpr int64_t kNothingHidden = INT64_MIN / 2;
 
 // Of bfloat16 caches: how many elements, or positions, a chain of sums takes before it is added to
-// what came before; and the least magnitude of what is written, multiplied or weighed.  Every
+// what came before; and the smallest magnitude of what is written, multiplied or weighed.  Every
 // product of two such numbers is a multiple of 2^-124, so no sum of them is ever denormal, and
 // units that flush denormals agree with those that do not.
 constexpr int64_t kPairGroup = 32;
-constexpr float kLeastCached = 0x1p-55f;
+constexpr float kMinCached = 0x1p-55f;
 
 // The state of a query row: acc [dim rounded up to 16], then max, sum, and 14 zeros.
 constexpr int64_t attention_padded(int64_t dim) { return (dim + 15) / 16 * 16; }
@@ -220,7 +220,7 @@ struct KernelTable {
   void (*load_row)(DType type, const void* src, int64_t n, float* dst);
   void (*store_row)(DType type, const float* src, int64_t n, void* dst);
   void (*round_row)(DType type, float* x, int64_t n);  // in place: store, load
-  // store_row as caches want it: in bfloat16, a number below kLeastCached becomes 0.  Queries of
+  // store_row as caches want it: in bfloat16, a number below kMinCached becomes 0.  Queries of
   // bfloat16 caches are rounded so, too.
   void (*store_cache_row)(DType type, const float* src, int64_t n, void* dst);
 
@@ -371,9 +371,9 @@ struct KernelTable {
   int64_t (*find_row)(const float* v, int64_t n, float scale, float low, float high, int32_t* ids);
 
   // out[i] = fma(temperature, g, x[i]) with Gumbel noise g of id first + i (rows/noise.inl); or, if
-  // that is below `least`, perhaps -inf. temperature is at least 0; out may be x.
+  // that is below `threshold`, perhaps -inf. temperature is at least 0; out may be x.
   void (*add_noise_row)(const float* x, int64_t n, float temperature, uint64_t key, int64_t first,
-                        float least, float* out);
+                        float threshold, float* out);
 
   // ---- limits, for benchmarks -----------------------------------------------------------------
   // Reads n_bytes / 128 * 128 bytes as `streams` (1, 2 or 4) sequential streams, prefetching each

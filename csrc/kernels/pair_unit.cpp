@@ -14,9 +14,9 @@ namespace {
 constexpr int kLanes = 16, kSteps = 16;
 constexpr int64_t kFirstUse = 40;  // products of a kind: 60,000 pairs in all
 
-// A bfloat16, as the upper half of a word, whose exponent is in [least, least + range).
+// A bfloat16, as the upper half of a word, whose exponent is in [min, min + range).
 struct Kind {
-  uint32_t least, range;
+  uint32_t min, range;
   bool takes_back;  // every other step takes back the one before it, but for some last bits
 };
 constexpr Kind kKinds[] = {
@@ -26,7 +26,7 @@ constexpr Kind kKinds[] = {
 };
 
 uint32_t bf16_bits(RandomWords& numbers, const Kind& kind) {
-  const uint32_t exponent = kind.least + numbers.below(kind.range);
+  const uint32_t exponent = kind.min + numbers.below(kind.range);
   return (numbers.bits() & 0x807f0000u) | exponent << 23;
 }
 

@@ -38,7 +38,7 @@ struct ProductBlocking {
   int64_t tokens = 64;            // that one call multiplies at most
   int64_t rows = 512;             // likewise, rounded to whole row blocks, at least one
   int64_t sums = 64 * 80;         // likewise: tokens * rows, so that they stay in L1
-  int64_t least_rows = 0;         // that a thread claims, as far as there are so many
+  int64_t min_rows = 0;           // that a thread claims, as far as there are so many
   int64_t claim_fraction = 8;     // a claim takes one in so many of the units that are left
   int64_t token_tile = 0;         // 0: row-major; else tokens of a tile, 64 codes of each in turn
   int64_t token_multiple = 1;     // tokens of a block are a multiple of so many, but for the last
@@ -131,7 +131,7 @@ struct ProductAlgorithm {
 };
 
 // No list has more rows.
-inline constexpr int64_t kMostProducts = 8;
+inline constexpr int64_t kMaxProducts = 8;
 
 // The rows of a list that this CPU takes: of tiles by format, scales of groups, planes and numbers
 // of tokens, with memory for scratch and without. engine/products/tune.h fills it in; an empty
@@ -145,7 +145,7 @@ struct ProductChoices {
   struct Choice {
     const ProductAlgorithm* row[2] = {};  // without scratch, with it; read and written atomically
     int state = 0;                        // of engine/products/tune.cpp
-    float seconds[kMostProducts] = {};    // that rows took; 0: not measured
+    float seconds[kMaxProducts] = {};     // that rows took; 0: not measured
   };
   Choice places[kKinds][kPlaces];
 

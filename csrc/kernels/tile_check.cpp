@@ -66,32 +66,32 @@ uint32_t int8_output(const TileOperands& t, int m, int n, bool signed_a, bool si
 
 // ---- operands -----------------------------------------------------------------------------------
 
-// Floats whose exponent is in [least, least + range), some of them special.
+// Floats whose exponent is in [min, min + range), some of them special.
 struct Kind {
-  uint32_t least, range;      // of a and b
-  uint32_t c_least, c_range;  // of c
-  uint32_t fraction;          // the bits that may be set
-  uint32_t special_in;        // one in so many is zero, denormal, infinite or NaN; 0: none
+  uint32_t min, range;      // of a and b
+  uint32_t c_min, c_range;  // of c
+  uint32_t fraction;        // the bits that may be set
+  uint32_t special_in;      // one in so many is zero, denormal, infinite or NaN; 0: none
 };
 constexpr Kind kKinds[] = {
     {0, 256, 0, 256, 0x7fffff, 16},   // anything
     {123, 8, 120, 14, 0x7fffff, 0},   // of a size
     {107, 40, 90, 75, 0x7fffff, 0},   // of many sizes
-    {60, 9, 0, 16, 0x7fffff, 0},      // products about the least normal number
+    {60, 9, 0, 16, 0x7fffff, 0},      // products about the smallest normal number
     {186, 8, 240, 14, 0x7fffff, 0},   // products about the largest
     {126, 3, 124, 12, 0x700000, 0},   // ties
     {0, 3, 1, 250, 0x7fffff, 4},      // denormal operands
     {72, 100, 26, 200, 0x7fffff, 9},  // as caches hold them, and specials
 };
 
-uint32_t float_bits(RandomWords& numbers, uint32_t least, uint32_t range, const Kind& kind) {
+uint32_t float_bits(RandomWords& numbers, uint32_t min, uint32_t range, const Kind& kind) {
   const uint32_t sign = numbers.bits() & 0x80000000u;
   const uint32_t fraction = numbers.bits() & kind.fraction;
   if (kind.special_in != 0 && numbers.below(kind.special_in) == 0) {
     constexpr uint32_t kSpecial[] = {0, 1u << 16, 0x7f0000, 0x7f800000, 0x7fc00000, 0x7f7f0000};
     return sign | kSpecial[numbers.below(6)];
   }
-  return sign | (least + numbers.below(range)) << 23 | fraction;
+  return sign | (min + numbers.below(range)) << 23 | fraction;
 }
 
 TileOperands random_operands(TileInstruction instruction, const Kind& kind, RandomWords& numbers) {
@@ -100,15 +100,15 @@ TileOperands random_operands(TileInstruction instruction, const Kind& kind, Rand
   t.depth = static_cast<int32_t>(1 + numbers.below(16));
   const auto word = [&] {
     if (instruction != TileInstruction::kBf16) return numbers.bits();
-    const uint32_t low = float_bits(numbers, kind.least, kind.range, kind) >> 16;
-    return low | (float_bits(numbers, kind.least, kind.range, kind) & 0xffff0000u);
+    const uint32_t low = float_bits(numbers, kind.min, kind.range, kind) >> 16;
+    return low | (float_bits(numbers, kind.min, kind.range, kind) & 0xffff0000u);
   };
   for (int i = 0; i < 16; ++i) {
     for (int j = 0; j < 16; ++j) {
       t.a[i][j] = word();
       t.b[i][j] = word();
       t.c[i][j] = instruction == TileInstruction::kBf16
-                      ? float_bits(numbers, kind.c_least, kind.c_range, kind)
+                      ? float_bits(numbers, kind.c_min, kind.c_range, kind)
                       : numbers.bits();
     }
   }

@@ -9,7 +9,7 @@
 namespace bitnet::ops {
 namespace {
 
-using engine::kMostKeyDim, engine::kMostTaps;
+using engine::kMaxKeyDim, engine::kMaxTaps;
 
 engine::DeltaShape shape_from(const Check& check, const Tensor& a_log, const Tensor& conv,
                               int64_t key_heads, int64_t key_dim, int64_t channels) {
@@ -19,16 +19,16 @@ engine::DeltaShape shape_from(const Check& check, const Tensor& a_log, const Ten
   check.dtype(conv, "conv", ScalarType::Float);
   check.dim(conv, "conv", 2);
   const int64_t heads = a_log.size(0), taps = conv.size(0);
-  if (!(taps >= 2 && taps <= kMostTaps))
-    check.fail("conv", "with 2 to " + std::to_string(kMostTaps) + " rows", std::to_string(taps));
+  if (!(taps >= 2 && taps <= kMaxTaps))
+    check.fail("conv", "with 2 to " + std::to_string(kMaxTaps) + " rows", std::to_string(taps));
   check.shape(conv, "conv", {taps, channels});
   check.contiguous(conv, "conv");
   const auto size = [&](const char* name, int64_t dim) {
-    if (!(dim >= kStateColumns && dim <= kMostKeyDim && dim % kStateColumns == 0))
-      check.fail(name,
-                 "a multiple of " + std::to_string(kStateColumns) + " up to " +
-                     std::to_string(kMostKeyDim),
-                 std::to_string(dim));
+    if (!(dim >= kStateColumns && dim <= kMaxKeyDim && dim % kStateColumns == 0))
+      check.fail(
+          name,
+          "a multiple of " + std::to_string(kStateColumns) + " up to " + std::to_string(kMaxKeyDim),
+          std::to_string(dim));
   };
   size("key_dim", key_dim);
   if (!(key_heads >= 1 && heads >= 1 && heads % key_heads == 0))

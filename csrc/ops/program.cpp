@@ -21,7 +21,7 @@ using engine::ProgramError;
 using engine::Projection;
 using engine::Weight;
 
-constexpr int64_t kMostRank = 1 << 16;  // products with it stay far from overflow
+constexpr int64_t kMaxRank = 1 << 16;  // products with it stay far from overflow
 
 // The tensors of a program by name, checked as they are asked for.
 class NamedTensors final : public engine::TensorSource {
@@ -109,8 +109,8 @@ class NamedTensors final : public engine::TensorSource {
     check_.float_dtype(a, a_name.c_str());
     check_.dim(a, a_name.c_str(), 2);
     const int64_t rank = a.size(0);
-    if (!(rank >= 1 && rank <= kMostRank))
-      check_.fail(a_name, "of 1 to " + std::to_string(kMostRank) + " rows (the rank)",
+    if (!(rank >= 1 && rank <= kMaxRank))
+      check_.fail(a_name, "of 1 to " + std::to_string(kMaxRank) + " rows (the rank)",
                   std::to_string(rank));
     check_.shape(a, a_name.c_str(), {rank, k});
     check_.contiguous(a, a_name.c_str());

@@ -24,9 +24,9 @@ Shape::Shape(const int64_t* begin, const int64_t* end) {
 }
 
 void Shape::push_back(int64_t size) {
-  if (count_ == kMostDimensions)
+  if (count_ == kMaxDimensions)
     throw std::runtime_error("bitnet: expected a tensor of at most " +
-                             std::to_string(kMostDimensions) + " dimensions, got more");
+                             std::to_string(kMaxDimensions) + " dimensions, got more");
   sizes_[count_++] = size;
 }
 

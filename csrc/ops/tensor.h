@@ -20,7 +20,7 @@ using torch::headeronly::ScalarType;
 // Sizes of dimensions, without an allocation: of as many as torch's own operators take.
 class Shape {
  public:
-  static constexpr size_t kMostDimensions = 64;
+  static constexpr size_t kMaxDimensions = 64;
 
   Shape() = default;
   Shape(std::initializer_list<int64_t> sizes) : Shape(sizes.begin(), sizes.end()) {}
@@ -44,7 +44,7 @@ class Shape {
   void push_back(int64_t size);
 
  private:
-  int64_t sizes_[kMostDimensions];
+  int64_t sizes_[kMaxDimensions];
   size_t count_ = 0;
 };
 

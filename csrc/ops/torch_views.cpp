@@ -51,7 +51,7 @@ const ThreadPool kTorchThreads = {
 }  // namespace
 
 Tensor empty(const Shape& shape, ScalarType type) {
-  int64_t strides[Shape::kMostDimensions];
+  int64_t strides[Shape::kMaxDimensions];
   int64_t step = 1;
   bool overflow = false;
   for (size_t i = shape.size(); i-- > 0;) {

@@ -9,7 +9,7 @@ namespace {
 using engine::Weight;
 using engine::WeightFormat;
 
-constexpr int64_t kMostRows = int64_t{1} << 40;
+constexpr int64_t kMaxRows = int64_t{1} << 40;
 
 Weight canonical_view(const Check& check, const Tensor& t, const char* argument, int64_t k,
                       std::optional<int64_t> rows) {
@@ -32,8 +32,8 @@ Weight tile_view(const Check& check, const Tensor& t, const char* argument, int6
     check.fail("shape", std::string("given, for ") + argument + " is in a CPU-specific layout",
                "none");
   const int64_t n = *rows, lanes = kernels().tile_lanes;
-  if (n < 0 || n > kMostRows)  // before it is rounded up to whole tiles
-    check.fail(argument, "with 0 to " + std::to_string(kMostRows) + " rows", std::to_string(n));
+  if (n < 0 || n > kMaxRows)  // before it is rounded up to whole tiles
+    check.fail(argument, "with 0 to " + std::to_string(kMaxRows) + " rows", std::to_string(n));
   const WeightFormat format = t.dim() == 4 ? WeightFormat::kBase3 : WeightFormat::kTwoBit;
   const layout::TensorShape expected = layout::layout_of(format).shape(n, k, lanes);
   if (!has_shape(t, {expected.size, static_cast<size_t>(expected.dimensions)}))
@@ -64,8 +64,8 @@ void check_sizes(const Check& check, const std::vector<int64_t>& shape, size_t c
     check.fail("shape", "empty or with " + std::to_string(count) + " elements",
                std::to_string(shape.size()));
   for (const int64_t size : shape) {
-    if (size < 0 || size > kMostRows)  // before it is rounded up to whole tiles
-      check.fail("shape", "of sizes from 0 to " + std::to_string(kMostRows), std::to_string(size));
+    if (size < 0 || size > kMaxRows)  // before it is rounded up to whole tiles
+      check.fail("shape", "of sizes from 0 to " + std::to_string(kMaxRows), std::to_string(size));
   }
 }
 

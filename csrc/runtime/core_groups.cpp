@@ -22,9 +22,9 @@ std::string line_of(const std::string& path) {
 
 // The CPUs that share the last-level cache of a CPU, as the system writes them.
 std::string sharers_of_last_cache(const std::string& cpu) {
-  constexpr int kMostCaches = 8;
+  constexpr int kMaxCaches = 8;
   std::string level, sharers;
-  for (int i = 0; i < kMostCaches; ++i) {
+  for (int i = 0; i < kMaxCaches; ++i) {
     const std::string cache = cpu + "/cache/index" + std::to_string(i);
     const std::string found = line_of(cache + "/level");
     if (found.empty()) break;
@@ -70,7 +70,7 @@ std::vector<int32_t> cache_domains(const std::vector<int32_t>& cpus, const std::
 }
 
 CoreGroups::CoreGroups(int64_t partitions) {
-  if (partitions <= kMostInGroup) {
+  if (partitions <= kMaxInGroup) {
     cut(partitions, {});
     return;
   }
@@ -86,7 +86,7 @@ CoreGroups::CoreGroups(int64_t partitions, const std::vector<int32_t>& domains) 
 // next run; the last one joins the run before.
 void CoreGroups::cut(int64_t partitions, const std::vector<int32_t>& domains) {
   count_ = 0;
-  if (partitions <= kMostInGroup) {
+  if (partitions <= kMaxInGroup) {
     begins_[count_ = 1] = static_cast<int16_t>(partitions);
     return;
   }
@@ -95,9 +95,9 @@ void CoreGroups::cut(int64_t partitions, const std::vector<int32_t>& domains) {
     return !known || domains[static_cast<size_t>(p)] == domains[static_cast<size_t>(p - 1)];
   };
   for (int64_t begin = 0; begin < partitions;) {
-    int64_t end = std::min(begin + kFewestInGroup, partitions);
-    while (end < partitions && (same(end) || partitions - end < kFewestInGroup)) ++end;
-    const int64_t groups = (end - begin + kMostInGroup - 1) / kMostInGroup;
+    int64_t end = std::min(begin + kMinInGroup, partitions);
+    while (end < partitions && (same(end) || partitions - end < kMinInGroup)) ++end;
+    const int64_t groups = (end - begin + kMaxInGroup - 1) / kMaxInGroup;
     for (int64_t g = 0; g < groups; ++g) {
       begins_[count_] = static_cast<int16_t>(begin + (end - begin) * g / groups);
       ++count_;

@@ -14,11 +14,11 @@ namespace bitnet {
 std::vector<int32_t> cache_domains(const std::vector<int32_t>& cpus, const std::string& root);
 
 // The partitions of a region in groups of neighbours, if partition p is on the p-th core. A group
-// has at most kMostInGroup partitions and, unless it is the only one, at least kFewestInGroup.
+// has at most kMaxInGroup partitions and, unless it is the only one, at least kMinInGroup.
 class CoreGroups {
  public:
-  static constexpr int64_t kMostInGroup = 8, kFewestInGroup = 4, kMostPartitions = 256;
-  static constexpr int64_t kMostGroups = kMostPartitions / kFewestInGroup;
+  static constexpr int64_t kMaxInGroup = 8, kMinInGroup = 4, kMaxPartitions = 256;
+  static constexpr int64_t kMaxGroups = kMaxPartitions / kMinInGroup;
 
   // For the CPUs of the affinity mask. Reads the system's description of them once, when a region
   // first has more partitions than a group.
@@ -36,8 +36,8 @@ class CoreGroups {
   void cut(int64_t partitions, const std::vector<int32_t>& domains);
 
   int64_t count_ = 1;
-  int16_t begins_[kMostGroups + 1] = {};
-  uint8_t of_[kMostPartitions] = {};
+  int16_t begins_[kMaxGroups + 1] = {};
+  uint8_t of_[kMaxPartitions] = {};
 };
 
 }  // namespace bitnet

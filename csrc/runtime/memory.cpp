@@ -17,13 +17,13 @@ constexpr std::align_val_t kAlignment{64};
 class KeptBlocks {
  public:
   static constexpr int kSizes = 12;  // 64 bytes to 128 KiB
-  static constexpr int kMostOfEach = 4;
+  static constexpr int kMaxOfEach = 4;
 
   // At the thread's end: other objects of it may still release theirs, which are kept no more.
   void end() {
     for (int i = 0; i < kSizes; ++i) {
       while (void* block = take(i)) ::operator delete(block, kAlignment);
-      count_[i] = kMostOfEach;
+      count_[i] = kMaxOfEach;
     }
   }
   void* take(int i) {
@@ -34,7 +34,7 @@ class KeptBlocks {
     return block;
   }
   bool keep(int i, void* block) {
-    if (count_[i] == kMostOfEach) return false;
+    if (count_[i] == kMaxOfEach) return false;
     if (!ends_) end_with_thread();
     *static_cast<void**>(block) = first_[i];
     first_[i] = block;

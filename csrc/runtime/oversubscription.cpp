@@ -140,9 +140,9 @@ void Oversubscription::sample(int64_t now, int64_t wall, int64_t alone) {
   if (gained) back_offs_ = 0;
   wall_ = alone_ = 0;
   if (bad_ns_ < kTrialNs || !may_back_off()) return;
-  constexpr int kMostDoublings = 3;
+  constexpr int kMaxDoublings = 3;
   alone_until_ = now + std::min((4 * bad_ns_) << back_offs_, kLongestBackOffNs);
-  back_offs_ = std::min(back_offs_ + 1, kMostDoublings);
+  back_offs_ = std::min(back_offs_ + 1, kMaxDoublings);
   bad_ns_ = 0;
 }
 

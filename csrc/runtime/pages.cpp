@@ -62,18 +62,18 @@ Placement placement() {
 }
 
 int64_t interleave_pages([[maybe_unused]] const void* data, [[maybe_unused]] int64_t n_bytes,
-                         [[maybe_unused]] int64_t least_nodes) {
+                         [[maybe_unused]] int64_t min_nodes) {
 #if defined(__linux__) && defined(SYS_mbind) && defined(SYS_get_mempolicy)
-  constexpr unsigned long kMostNodes = 1024, kWordBits = 8 * sizeof(unsigned long);
-  unsigned long nodes[kMostNodes / kWordBits] = {};
-  if (syscall(SYS_get_mempolicy, nullptr, nodes, kMostNodes, nullptr, MPOL_F_MEMS_ALLOWED) != 0)
+  constexpr unsigned long kMaxNodes = 1024, kWordBits = 8 * sizeof(unsigned long);
+  unsigned long nodes[kMaxNodes / kWordBits] = {};
+  if (syscall(SYS_get_mempolicy, nullptr, nodes, kMaxNodes, nullptr, MPOL_F_MEMS_ALLOWED) != 0)
     return 0;
   int64_t count = 0;
   for (const unsigned long word : nodes) count += std::popcount(word);
   const Pages pages(data, n_bytes);
-  if (count < least_nodes || pages.empty()) return count;
+  if (count < min_nodes || pages.empty()) return count;
   const long rejected = syscall(SYS_mbind, pages.begin, pages.end - pages.begin, MPOL_INTERLEAVE,
-                                nodes, kMostNodes, 0);
+                                nodes, kMaxNodes, 0);
   return rejected != 0 ? 0 : count;
 #else
   return 0;

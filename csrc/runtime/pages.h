@@ -22,8 +22,8 @@ Placement placement();
 // Asks for the whole pages inside [data, data + n_bytes), which must not have been written yet, to
 // be dealt out in turn to all memory nodes that the process may use. Returns the number of nodes; 1
 // means that nothing was done, 0 that the system rejected it or knows no nodes. Does nothing on
-// fewer than `least_nodes`.
-int64_t interleave_pages(const void* data, int64_t n_bytes, int64_t least_nodes = 2);
+// fewer than `min_nodes`.
+int64_t interleave_pages(const void* data, int64_t n_bytes, int64_t min_nodes = 2);
 
 // For memory that is not written yet: interleave_pages if placement() says so, and
 // advise_huge_pages, whose result it returns.

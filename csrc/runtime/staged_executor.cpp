@@ -32,7 +32,7 @@ constexpr uint64_t without_back(uint64_t word, int64_t units) {
 }
 
 int64_t units_to_take(const ClaimRule& rule, int64_t left) {
-  return std::min(std::clamp(left / rule.parts, rule.least, rule.most), left);
+  return std::min(std::clamp(left / rule.parts, rule.min, rule.max), left);
 }
 
 }  // namespace
@@ -101,7 +101,7 @@ int64_t StagedExecutor::slot_on(int32_t cpu, int64_t slots, int64_t own) const {
 // The other thread may itself be blocked, by a page from a disk for example. If it has made no
 // progress since the last back-off, this thread works.
 bool StagedExecutor::backs_off(Shift& shift) {
-  constexpr int kMostMoves = 2;
+  constexpr int kMaxMoves = 2;
   constexpr int64_t kFirstPauseNs = 1'000'000, kLongestPauseNs = 64'000'000;
   const int32_t cpu = current_cpu();
   if (cpu != shift.cpu) {
@@ -115,7 +115,7 @@ bool StagedExecutor::backs_off(Shift& shift) {
   }
   met_.store(true, std::memory_order_relaxed);
   // only if there are CPUs for all threads, and not for ever: the system may move it back
-  if (spin_ns_ != 0 && shift.moves < kMostMoves && may_spread() && leave_cpu(cpu)) {
+  if (spin_ns_ != 0 && shift.moves < kMaxMoves && may_spread() && leave_cpu(cpu)) {
     ++shift.moves;
     return true;
   }
@@ -226,19 +226,19 @@ bool StagedExecutor::claim_front(Turn& turn, int64_t partition) {
 
 bool StagedExecutor::claim_back(Turn& turn, int64_t first, int64_t last) {
   for (;;) {
-    int64_t slowest = 0, most = 0;
+    int64_t slowest = 0, max_left = 0;
     uint64_t read = 0, now = 0;
     for (int64_t p = first; p < last; ++p) {
       const uint64_t word = ranges_[p].value.load(std::memory_order_relaxed);
       const uint64_t candidate = in_stage(turn.open, word, p);
-      if (left_of(candidate) <= most) continue;
+      if (left_of(candidate) <= max_left) continue;
       slowest = p;
-      most = left_of(candidate);
+      max_left = left_of(candidate);
       read = word;
       now = candidate;
     }
-    if (most == 0) return false;
-    const int64_t take = units_to_take(turn.rule, most), end = end_of(now);
+    if (max_left == 0) return false;
+    const int64_t take = units_to_take(turn.rule, max_left), end = end_of(now);
     if (ranges_[slowest].value.compare_exchange_strong(read, without_back(now, take),
                                                        std::memory_order_relaxed)) {
       turn.claimed = {end - take, end};

@@ -35,10 +35,10 @@ struct UnitRange {
   int64_t size() const { return end - begin; }
 };
 
-// A claim takes 1 / parts of the units that a partition has left, at least `least` and at most
-// `most`. Large claims cost little time for claiming; small claims let all threads end together.
+// A claim takes 1 / parts of the units that a partition has left, at least `min` and at most
+// `max`. Large claims cost little time for claiming; small claims let all threads end together.
 struct ClaimRule {
-  int64_t least = 1, most = 1, parts = 8;
+  int64_t min = 1, max = 1, parts = 8;
 };
 
 class StagedExecutor {
@@ -197,10 +197,10 @@ class StagedExecutor {
 
   template <class StagePlan>
   static void run_alone(int64_t stage, const StagePlan& plan, int64_t slot) {
-    const int64_t units = plan.units(stage), most = plan.claim(stage).most;
+    const int64_t units = plan.units(stage), max = plan.claim(stage).max;
     plan.prepare(stage, slot);
-    for (int64_t begin = 0; begin < units; begin += most)
-      plan.run(stage, begin, begin + most < units ? begin + most : units, slot);
+    for (int64_t begin = 0; begin < units; begin += max)
+      plan.run(stage, begin, begin + max < units ? begin + max : units, slot);
   }
 
   void reset(int64_t partitions);
@@ -250,7 +250,7 @@ class StagedExecutor {
   std::atomic<uint32_t> opened_{0};
   std::atomic<uint32_t> backed_off_{0}, ended_{0};  // the same for threads that back off
   Range ranges_[kMaxPartitions];
-  Group group_lines_[CoreGroups::kMostGroups];
+  Group group_lines_[CoreGroups::kMaxGroups];
   // The CPU that each thread, by its first partition, was last seen on; -1: not in work(), or
   // backed off. Written only when a thread has moved, so reading all of them costs little.
   alignas(64) std::atomic<int32_t> cpus_[kMaxPartitions];

@@ -104,19 +104,19 @@ inline void store(DType type, void* data, int64_t i, float x) {
 
 // -0 becomes 0, too.
 inline float cached(DType type, float x) {
-  return type == DType::kBF16 && std::fabs(rounded(type, x)) < kLeastCached ? 0.0f : x;
+  return type == DType::kBF16 && std::fabs(rounded(type, x)) < kMinCached ? 0.0f : x;
 }
 
 // ---- quantisation -------------------------------------------------------------------------------
 
 // NaN where x holds NaN or an infinity.
 inline float absmax(const float* x, int64_t n) {
-  float most = 0;
+  float max = 0;
   for (int64_t i = 0; i < n; ++i) {
     if (!std::isfinite(x[i])) return kNan;
-    most = std::max(most, std::fabs(x[i]));
+    max = std::max(max, std::fabs(x[i]));
   }
-  return most;
+  return max;
 }
 
 inline int code(float x, int low, int high) {
@@ -126,24 +126,24 @@ inline int code(float x, int low, int high) {
 
 inline float quantize_row(const float* x, int64_t n, int64_t n_padded, int8_t* q,
                           int64_t step_stride, int32_t* sum) {
-  const float most = absmax(x, n), s = 127.0f * (1.0f / std::max(most, 1e-5f));
+  const float max = absmax(x, n), s = 127.0f * (1.0f / std::max(max, 1e-5f));
   *sum = 0;
   for (int64_t i = 0; i < n_padded; ++i) {
-    const int v = std::isnan(most) || i >= n ? 0 : code(x[i] * s, -128, 127);
+    const int v = std::isnan(max) || i >= n ? 0 : code(x[i] * s, -128, 127);
     q[i / 64 * step_stride + i % 64] = static_cast<int8_t>(v);
     *sum += v;
   }
-  return std::isnan(most) ? kNan : 1.0f / s;
+  return std::isnan(max) ? kNan : 1.0f / s;
 }
 
 inline float quantize_query(const float* x, int64_t n, int64_t n_padded, int16_t* wide) {
-  const float most = absmax(x, n), a = std::max(most, 1e-30f);
+  const float max = absmax(x, n), a = std::max(max, 1e-30f);
   for (int64_t i = 0; i < n_padded; ++i) {
     wide[i] = 0;
-    if (i < n && !std::isnan(most))
+    if (i < n && !std::isnan(max))
       wide[i] = static_cast<int16_t>(code(x[i] * (32512.0f / a), -32768, 32767));
   }
-  return std::isnan(most) ? kNan : a / 32512.0f;
+  return std::isnan(max) ? kNan : a / 32512.0f;
 }
 
 inline float head_quantize_token(const float* x, int64_t n, int64_t n_padded, int16_t* wide,
@@ -159,10 +159,10 @@ inline float head_quantize_token(const float* x, int64_t n, int64_t n_padded, in
 }
 
 inline float head_quantize_int8(const float* w, int64_t n, int8_t* q) {
-  const float most = absmax(w, n), a = std::max(most, 1e-30f);
+  const float max = absmax(w, n), a = std::max(max, 1e-30f);
   for (int64_t i = 0; i < n; ++i)
-    q[i] = static_cast<int8_t>(std::isnan(most) ? 0 : code(w[i] * (127.0f / a), -128, 127));
-  return std::isnan(most) ? kNan : a / 127.0f;
+    q[i] = static_cast<int8_t>(std::isnan(max) ? 0 : code(w[i] * (127.0f / a), -128, 127));
+  return std::isnan(max) ? kNan : a / 127.0f;
 }
 
 // The scale of a group is a / 7, rounded to bfloat16 before the codes are made: 1 / 7 if poisoned.
@@ -170,10 +170,10 @@ inline float head_quantize_int4(const float* w, int64_t n, int64_t group, uint8_
                                 uint16_t* scale) {
   float result = 0;
   for (int64_t from = 0; from < n; from += group) {
-    const float most = absmax(w + from, std::min(group, n - from));
-    const bool bad = std::isnan(most);
+    const float max = absmax(w + from, std::min(group, n - from));
+    const bool bad = std::isnan(max);
     if (bad) result = kNan;
-    store(DType::kBF16, scale, from / group, (bad ? 1.0f : std::max(most, 1e-30f)) / 7.0f);
+    store(DType::kBF16, scale, from / group, (bad ? 1.0f : std::max(max, 1e-30f)) / 7.0f);
     const float inverse = 1.0f / decode(DType::kBF16, scale, from / group);
     for (int64_t i = from; i < from + group; ++i) {
       const int v = bad || i >= n ? 0 : code(w[i] * inverse, -8, 7);
@@ -493,7 +493,7 @@ inline double noise_of_bits(uint32_t bits) {
 }
 
 inline void add_noise_row(const float* x, int64_t n, float temperature, uint64_t key, int64_t first,
-                          float /*least*/, float* out) {
+                          float /*threshold*/, float* out) {
   for (int64_t i = 0; i < n; ++i) {
     const double noise = noise_of_bits(noise_bits(key, first + i));
     out[i] = static_cast<float>(double{temperature} * noise + double{x[i]});

@@ -357,8 +357,8 @@ struct QueryRows {
 
   int64_t visible(int64_t length) const { return length - unseen < 1 ? 1 : length - unseen; }
   int64_t first_hidden(int64_t length) const {
-    const int64_t most = length - 1 - (rows - 1) / per_token;  // for the last token
-    return hidden == kNothingHidden ? hidden : std::min({hidden, visible(length) - 1, most});
+    const int64_t max = length - 1 - (rows - 1) / per_token;  // for the last token
+    return hidden == kNothingHidden ? hidden : std::min({hidden, visible(length) - 1, max});
   }
 };
 inline constexpr QueryRows kQueryRows[] = {
@@ -601,14 +601,14 @@ inline void add_find_op(std::vector<RowOp>& ops, float low, float high) {
                  float_rows(1), outputs, run});
 }
 
-inline void add_noise_op(std::vector<RowOp>& ops, float least, bool in_place) {
+inline void add_noise_op(std::vector<RowOp>& ops, float threshold, bool in_place) {
   const auto run = [=](const Call& c) {
-    c.table.add_noise_row(in_place ? c.y() : c.f(0), c.n, 0.7f, 0x123456789abcdef0u, 70'001, least,
-                          c.y());
+    c.table.add_noise_row(in_place ? c.y() : c.f(0), c.n, 0.7f, 0x123456789abcdef0u, 70'001,
+                          threshold, c.y());
     for (int64_t i = 0; i < c.n; ++i)  // below, either is right
-      if (c.y()[i] < least) c.y()[i] = -__builtin_inff();
+      if (c.y()[i] < threshold) c.y()[i] = -__builtin_inff();
   };
-  ops.push_back({"add_noise_row from " + std::to_string(least) + (in_place ? " in place" : ""),
+  ops.push_back({"add_noise_row from " + std::to_string(threshold) + (in_place ? " in place" : ""),
                  "add_noise_row", float_rows(1), float_rows(1), run, 0, in_place ? 0 : -1});
 }
 
@@ -637,9 +637,9 @@ inline void add_sampling_ops(std::vector<RowOp>& ops) {
       add_find_op(ops, low, high);
     }
   }
-  for (const float least : {-kInfinity, 1.0f}) {
-    add_noise_op(ops, least, false);
-    add_noise_op(ops, least, true);
+  for (const float threshold : {-kInfinity, 1.0f}) {
+    add_noise_op(ops, threshold, false);
+    add_noise_op(ops, threshold, true);
   }
   add_find_op(ops, 0.0f, 0.0f);
   add_split_op(ops, 0.0f, 0.0f, false, true);

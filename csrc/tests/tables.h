@@ -79,7 +79,7 @@ inline bool may_use_matrix_unit(const KernelTable& table) {
 // The rows of a table's list.
 inline std::vector<const ProductAlgorithm*> products_of(const KernelTable& table) {
   std::vector<const ProductAlgorithm*> rows;
-  for (int64_t i = 0; i < kMostProducts && table.products[i].name != nullptr; ++i)
+  for (int64_t i = 0; i < kMaxProducts && table.products[i].name != nullptr; ++i)
     rows.push_back(table.products + i);
   return rows;
 }
@@ -104,12 +104,12 @@ inline ProductShape shape_for_tables(int64_t tokens, int64_t rows) {
 
 // The same kernels, whose tables of sums want more memory than there is; one at a time.
 inline KernelTable without_scratch(const KernelTable& table) {
-  static ProductAlgorithm rows[kMostProducts];
+  static ProductAlgorithm rows[kMaxProducts];
   static const ProductAlgorithm* tables;
   tables = engine::tables_of(table);
   KernelTable starved = table;
   if (tables == nullptr) return starved;
-  std::copy_n(table.products, kMostProducts, rows);
+  std::copy_n(table.products, kMaxProducts, rows);
   rows[tables - table.products].blocking = [](const ProductShape& shape) {
     ProductBlocking blocking = tables->blocking(shape);
     blocking.scratch_bytes = int64_t{1} << 55;

@@ -69,8 +69,8 @@ void every_partition_is_in_its_group(const CoreGroups& groups, int64_t partition
   CHECK(groups.begin(0) == 0 && groups.begin(groups.count()) == partitions, "partitions missing");
   for (int64_t g = 0; g < groups.count(); ++g) {
     const int64_t size = groups.begin(g + 1) - groups.begin(g);
-    CHECK(size <= CoreGroups::kMostInGroup, "%lld in a group", static_cast<long long>(size));
-    CHECK(groups.count() == 1 || size >= CoreGroups::kFewestInGroup, "%lld in a group",
+    CHECK(size <= CoreGroups::kMaxInGroup, "%lld in a group", static_cast<long long>(size));
+    CHECK(groups.count() == 1 || size >= CoreGroups::kMinInGroup, "%lld in a group",
           static_cast<long long>(size));
     for (int64_t p = groups.begin(g); p < groups.begin(g + 1); ++p)
       CHECK(groups.of(p) == g, "partition %lld is in group %lld", static_cast<long long>(p),
@@ -80,7 +80,7 @@ void every_partition_is_in_its_group(const CoreGroups& groups, int64_t partition
 
 TEST(groups_of_any_size) {
   for (int64_t cores = 1; cores <= 33; ++cores) {
-    for (int64_t partitions = 1; partitions <= CoreGroups::kMostPartitions; ++partitions) {
+    for (int64_t partitions = 1; partitions <= CoreGroups::kMaxPartitions; ++partitions) {
       begin_case("%lld partitions, caches of %lld", static_cast<long long>(partitions),
                  static_cast<long long>(cores));
       std::vector<int32_t> domains;

@@ -180,7 +180,7 @@ void check_floats(const Matrix& w, const Tokens& x, const KernelTable& table, Pr
 // Two matrices in more blocks of tokens and parts of K than one thread would cut them into, twice
 // over the same memory for parts.
 void check_cuts(const KernelTable& table, int64_t k, int64_t tokens) {
-  constexpr int64_t kMostTokens = 64;
+  constexpr int64_t kMaxTokens = 64;
   Random random(static_cast<uint64_t>(k + tokens));
   const float scale = 0.5f;
   const Matrix q(random, table, WeightFormat::kTwoBit, 150, k);
@@ -195,7 +195,7 @@ void check_cuts(const KernelTable& table, int64_t k, int64_t tokens) {
                static_cast<int>(tokens), static_cast<int>(cut.token_blocks),
                static_cast<int>(cut.k_parts));
     const int64_t cells = row_blocks * cut.token_blocks;
-    std::vector<int32_t> sums(at(cells * cut.k_parts * kMostTokens * v.weight.block_rows), 77);
+    std::vector<int32_t> sums(at(cells * cut.k_parts * kMaxTokens * v.weight.block_rows), 77);
     std::vector<int32_t> done(at(cells), 0);
     std::vector<float> of_q(at(tokens * q.weight.n_rows)), of_v(at(tokens * v.weight.n_rows));
     const Projection both[] = {
@@ -242,8 +242,8 @@ void check_table_cuts(const KernelTable& table) {
     CHECK(product.units() == row_blocks * cut.token_blocks, "%d units",
           static_cast<int>(product.units()));
     const ClaimRule rule = product.claim();
-    CHECK(rule.least == rule.most && rule.most <= (row_blocks + 1) / cut.row_parts + 1,
-          "claims of %d", static_cast<int>(rule.most));
+    CHECK(rule.min == rule.max && rule.max <= (row_blocks + 1) / cut.row_parts + 1, "claims of %d",
+          static_cast<int>(rule.max));
     run_in_pieces(random, product);
     check_stored(q, x, both[0], of_q, of_q);
     check_stored(v, x, both[1], of_v, of_v);
@@ -269,13 +269,13 @@ void cuts_for_threads(const KernelTable& table) {
                                 threads);
   };
   for (const int64_t tokens : {1, 16, 128, 512}) {
-    const int64_t most = cut_of(tokens, false, 1).blocking.tokens;
+    const int64_t max_tokens = cut_of(tokens, false, 1).blocking.tokens;
     for (const int64_t threads : {1, 2, 8, 16, 32, 64}) {
       begin_case("%s, %d tokens for %d threads", table.name, static_cast<int>(tokens),
                  static_cast<int>(threads));
       const ProductPlan cut = cut_of(tokens, true, threads), plain = cut_of(tokens, false, threads);
       CHECK(plain.k_parts == 1 && plain.sums == 0, "%d parts", static_cast<int>(plain.k_parts));
-      const int64_t blocks = (tokens + most - 1) / most;
+      const int64_t blocks = (tokens + max_tokens - 1) / max_tokens;
       if (threads < 3)
         CHECK(cut.token_blocks == (threads == 1 ? 0 : blocks) && cut.k_parts == 1, "another cut");
       if (threads < 3 || tokens == 1) continue;
@@ -331,14 +331,14 @@ void run_tiled(const ProductJob& job, const EpilogueJob* epilogue) {
 void tokens_in_tiles() {
   KernelTable table = scalar_table();
   table.name = "tiled";
-  ProductAlgorithm list[kMostProducts] = {
+  ProductAlgorithm list[kMaxProducts] = {
       {"tiled", [](const ProductShape& s) { return !s.row_major(); },
        [](const ProductShape& s) { return !s.row_major(); },
        [](const ProductShape&) {
          return ProductBlocking{.tokens = 64,
                                 .rows = 64,
                                 .sums = 64 * 64,
-                                .least_rows = 64,
+                                .min_rows = 64,
                                 .claim_fraction = 3,
                                 .token_tile = kTile,
                                 .tokens_outermost = true};
@@ -357,8 +357,8 @@ void tokens_in_tiles() {
   const Tokens x(random, table, 100, 64);
   const Projection p = make_sums(w.weight, nullptr);
   const ClaimRule rule = Product(table, x.buffer.view(), &p, 1).claim();
-  CHECK(rule.least * w.weight.block_rows == 64 && rule.parts == 3, "least %d, parts %d",
-        static_cast<int>(rule.least), static_cast<int>(rule.parts));
+  CHECK(rule.min * w.weight.block_rows == 64 && rule.parts == 3, "min %d, parts %d",
+        static_cast<int>(rule.min), static_cast<int>(rule.parts));
 }
 
 // ---- several matrices of the same tokens, on threads --------------------------------------------

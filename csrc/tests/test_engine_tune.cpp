@@ -50,7 +50,7 @@ const float* seconds_of(const KernelTable& table, int64_t tokens) {
 
 bool is_measured(const KernelTable& table, int64_t tokens) {
   const float* seconds = seconds_of(table, tokens);
-  return std::any_of(seconds, seconds + kMostProducts, [](float s) { return s > 0; });
+  return std::any_of(seconds, seconds + kMaxProducts, [](float s) { return s > 0; });
 }
 
 ProductPlan plan_of(const KernelTable& table, int64_t tokens, int64_t rows, bool tables = true,
@@ -152,10 +152,10 @@ TEST(what_was_measured_decides) {
     const ProductPlan cut = plan_of(*table, 64, 2048);
     if (!is_measured(*table, 64)) continue;
     const float* seconds = seconds_of(*table, 64);
-    const std::vector<float> before(seconds, seconds + kMostProducts);
+    const std::vector<float> before(seconds, seconds + kMaxProducts);
     const float taken = seconds[cut.algorithm - table->products];
     CHECK(taken > 0, "%s was not measured", cut.algorithm->name);
-    for (int64_t i = 0; i < kMostProducts; ++i) {
+    for (int64_t i = 0; i < kMaxProducts; ++i) {
       if (seconds[i] == 0) continue;
       std::printf("%s: %s %.0f us%s\n", table->name, table->products[i].name,
                   static_cast<double>(seconds[i]) * 1e6,
@@ -171,7 +171,7 @@ TEST(what_was_measured_decides) {
 KernelTable sleeping(const char* name, void (*run)(const ProductJob&, const EpilogueJob*)) {
   KernelTable table = scalar_table();
   table.name = name;
-  static std::deque<std::array<ProductAlgorithm, kMostProducts>> lists;
+  static std::deque<std::array<ProductAlgorithm, kMaxProducts>> lists;
   static std::deque<ProductChoices> choices;
   auto& list = lists.emplace_back();
   list[0] = {"tables", [](const ProductShape& s) { return s.scratch && s.planes == 1; },

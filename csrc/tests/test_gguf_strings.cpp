@@ -49,7 +49,7 @@ struct Expected {
   std::uint64_t at = 0;
 };
 
-Expected walk_again(const Buffer& bytes, std::uint64_t count, std::uint64_t most) {
+Expected walk_again(const Buffer& bytes, std::uint64_t count, std::uint64_t max) {
   Expected out;
   const std::uint64_t size = bytes.size();
   while (out.starts.size() < count) {
@@ -57,8 +57,8 @@ Expected walk_again(const Buffer& bytes, std::uint64_t count, std::uint64_t most
     if (at + 8 > size) return out.fault = Fault::kEnds, out;
     std::uint64_t length = 0;
     for (int i = 7; i >= 0; --i) length = length << 8 | bytes[at + static_cast<std::uint64_t>(i)];
-    if (length > most) return out.fault = Fault::kTooLong, out.at = length, out;
-    if (at + 8 + length > size) return out.fault = Fault::kEnds, out;  // most is small: no overflow
+    if (length > max) return out.fault = Fault::kTooLong, out.at = length, out;
+    if (at + 8 + length > size) return out.fault = Fault::kEnds, out;  // max is small: no overflow
     for (std::uint64_t i = 0; i < length;) {
       const std::size_t taken = decoded(bytes.data() + at + 8 + i, length - i);
       if (taken == 0) return out.fault = Fault::kUtf8, out.at = at + 8 + i, out;
@@ -71,7 +71,7 @@ Expected walk_again(const Buffer& bytes, std::uint64_t count, std::uint64_t most
 }
 
 // The walk over pieces, as Python does it: what is left of one goes in front of the next.
-Expected walk_pieces(const Buffer& bytes, std::uint64_t count, std::uint64_t most, Engine& random) {
+Expected walk_pieces(const Buffer& bytes, std::uint64_t count, std::uint64_t max, Engine& random) {
   Expected out;
   Buffer rest;
   std::uint64_t given = 0;
@@ -82,7 +82,7 @@ Expected walk_pieces(const Buffer& bytes, std::uint64_t count, std::uint64_t mos
     given += piece;
     const Buffer exact(rest.begin(), rest.end());  // no spare capacity: ASan sees the end
     const auto walked =
-        format::walk_gguf_strings(exact, 0, count - out.starts.size(), most, out.starts.size(), 1);
+        format::walk_gguf_strings(exact, 0, count - out.starts.size(), max, out.starts.size(), 1);
     require(walked.marks.size() == walked.count, "a stride of 1 marks every string");
     for (const std::uint64_t mark : walked.marks) out.starts.push_back(out.end + mark);
     out.fault = walked.fault;
@@ -93,12 +93,12 @@ Expected walk_pieces(const Buffer& bytes, std::uint64_t count, std::uint64_t mos
   return out;
 }
 
-void check(const Buffer& bytes, std::uint64_t count, std::uint64_t most, Engine& random,
+void check(const Buffer& bytes, std::uint64_t count, std::uint64_t max, Engine& random,
            std::vector<std::uint64_t>& seen) {
-  const Expected expected = walk_again(bytes, count, most);
+  const Expected expected = walk_again(bytes, count, max);
   ++seen[static_cast<std::size_t>(expected.fault)];
   const std::uint64_t stride = 1 + below(random, 5), first = below(random, 5);
-  const auto walked = format::walk_gguf_strings(bytes, 0, count, most, first, stride);
+  const auto walked = format::walk_gguf_strings(bytes, 0, count, max, first, stride);
   require(walked.count == expected.starts.size() && walked.end == expected.end, "count and end");
   require(walked.fault == expected.fault && walked.at == expected.at, "fault and place");
   std::vector<std::uint64_t> marks;
@@ -106,7 +106,7 @@ void check(const Buffer& bytes, std::uint64_t count, std::uint64_t most, Engine&
     if ((first + i) % stride == 0) marks.push_back(expected.starts[i]);
   require(walked.marks == marks, "marks");
   if (bytes.empty()) return;
-  const Expected pieces = walk_pieces(bytes, count, most, random);
+  const Expected pieces = walk_pieces(bytes, count, max, random);
   require(pieces.starts == expected.starts && pieces.end == expected.end, "pieces: starts, end");
   require(pieces.fault == expected.fault && pieces.at == expected.at, "pieces: fault, place");
 }

@@ -85,18 +85,18 @@ struct Quantized {
   std::vector<float> worth;  // of every group, or one for all
 };
 
-// round_half_even(v * (limit / a)), a = the largest magnitude, at least `least`.  The order of the
-// float32 operations is the definition's.
+// round_half_even(v * (limit / a)), a = the largest magnitude, at least 1e-30 or 1e-5.  The order
+// of the float32 operations is the definition's.
 void quantize_part(const float* x, int64_t count, ActivationFormat format, Quantized& q) {
-  float most = 0;
-  for (int64_t i = 0; i < count; ++i) most = std::max(most, std::fabs(x[i]));
+  float max = 0;
+  for (int64_t i = 0; i < count; ++i) max = std::max(max, std::fabs(x[i]));
   float factor, worth;
   if (format == ActivationFormat::kInt16Group) {
-    most = std::max(most, 1e-30f);
-    factor = 32512.0f / most;
-    worth = most / 32512.0f;
+    max = std::max(max, 1e-30f);
+    factor = 32512.0f / max;
+    worth = max / 32512.0f;
   } else {
-    factor = 127.0f * (1.0f / std::max(most, 1e-5f));
+    factor = 127.0f * (1.0f / std::max(max, 1e-5f));
     worth = 1.0f / factor;
   }
   for (int64_t i = 0; i < count; ++i) {
@@ -235,7 +235,7 @@ void worst_cases(const KernelTable& table, int64_t group, int64_t n, int64_t tok
 
 // The same table for a CPU that takes the plainest row for every product of tiles; one at a time.
 KernelTable plainest(const KernelTable& table) {
-  static ProductAlgorithm rows[kMostProducts];
+  static ProductAlgorithm rows[kMaxProducts];
   KernelTable other = table;
   other.choices = nullptr;
   rows[0] = *engine::find_algorithm(table, "direct");

@@ -494,7 +494,7 @@ Attention exact_attention(DType type, const std::vector<float>& q, const Matrix&
     }
     result.out.push_back(sum / total);
     result.bound.push_back(relative * 1.01 * magnitude / total +
-                           4 * l * (pairs ? kLeastCached : kExpFloor) * largest);
+                           4 * l * (pairs ? kMinCached : kExpFloor) * largest);
   }
   return result;
 }

@@ -14,7 +14,7 @@
 namespace bitnet::test {
 namespace {
 
-constexpr int64_t kRows = 256, kLine = 64, kRoom = 64, kMostK = 32768;
+constexpr int64_t kRows = 256, kLine = 64, kRoom = 64, kMaxK = 32768;
 
 std::size_t at(int64_t i) { return static_cast<std::size_t>(i); }
 
@@ -34,8 +34,8 @@ std::vector<uint8_t> columns_of(const std::vector<int8_t>& w, int64_t n, int64_t
 }
 
 struct ColumnTest {
-  Arena columns{2 * kMostK * kLine}, where{(kMostK + kRoom) * 4}, codes{kMostK + kRoom};
-  Arena x{kMostK}, sums{12 * kRows * 4};
+  Arena columns{2 * kMaxK * kLine}, where{(kMaxK + kRoom) * 4}, codes{kMaxK + kRoom};
+  Arena x{kMaxK}, sums{12 * kRows * 4};
 
   // Panels from `first` on of w [n, k], and the token q.
   void run(const KernelTable& table, const std::vector<int8_t>& w,
@@ -98,8 +98,8 @@ void random_products(ColumnTest& test, const KernelTable& table) {
 
 // Where sums are largest, and lists of every length around a group.
 void worst_cases(ColumnTest& test, const KernelTable& table) {
-  for (const int64_t k : {int64_t{64}, int64_t{260}, kMostK}) {
-    if (k == kMostK && thinning(table) != 1) continue;
+  for (const int64_t k : {int64_t{64}, int64_t{260}, kMaxK}) {
+    if (k == kMaxK && thinning(table) != 1) continue;
     for (const int weight : {-1, 1}) {
       for (const int code : {-128, 127}) {
         begin_case("%s K=%d, all %d x %d", table.name, static_cast<int>(k), weight, code);

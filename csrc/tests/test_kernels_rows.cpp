@@ -245,7 +245,7 @@ void put(const RowOp& op, std::size_t input, Kind kind, Bytes& bytes, int64_t i,
          bool planted) {
   const DType type = type_in(op);
   const bool pairs = is_attention(op) && type == DType::kBF16;
-  const bool hidden = pairs && std::fabs(value) < kLeastCached;  // caches have no such numbers
+  const bool hidden = pairs && std::fabs(value) < kMinCached;  // caches have no such numbers
   if (hidden) value = 0.0f;
   const auto at = [&](auto x) {
     std::memcpy(&bytes[static_cast<std::size_t>(i) * sizeof x], &x, sizeof x);

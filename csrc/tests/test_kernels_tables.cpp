@@ -14,7 +14,7 @@
 namespace bitnet::test {
 namespace {
 
-constexpr int64_t kMostRows = 2560;
+constexpr int64_t kMaxRows = 2560;
 
 struct Stored {
   StoreKind kind = StoreKind::kSums;
@@ -47,9 +47,9 @@ class TableTest {
     const float* x_scale = x_scales_.place_copy(x_scales.data(), tokens, where);
     // as much as a call of so many tokens gets, or of many
     const ProductAlgorithm& by_tables = *engine::tables_of(table);
-    const ProductShape some = shape_for_tables(tokens, kMostRows);
+    const ProductShape some = shape_for_tables(tokens, kMaxRows);
     const ProductBlocking blocking =
-        by_tables.blocking(by_tables.usual(some) ? some : shape_for_tables(1 << 20, kMostRows));
+        by_tables.blocking(by_tables.usual(some) ? some : shape_for_tables(1 << 20, kMaxRows));
     // flush against the page behind it, and aligned as its contract has it
     void* scratch = scratch_.place<char>(blocking.scratch_bytes, {true, 0});
     const int64_t element = as.kind == StoreKind::kStore && as.type != DType::kF32 ? 2 : 4;
@@ -117,7 +117,7 @@ int64_t tiles_for(const KernelTable& table, int64_t fields, int64_t rows) {
 }
 
 // As few rows as a call uses tables for.
-int64_t least_rows(const KernelTable& table) {
+int64_t min_rows(const KernelTable& table) {
   int64_t rows = 1;
   while (!engine::tables_of(table)->usual(shape_for_tables(1 << 20, rows))) rows *= 2;
   return rows / 2;
@@ -146,7 +146,7 @@ TEST(all_counts) {
     const int64_t step = thinning(table) > 1 ? 23 : 1;
     for (const int64_t k : {1, 63, 64, 65, 300}) {
       const Problem p =
-          random_problem(table, fields, k, tiles_for(table, fields, least_rows(table)), 140);
+          random_problem(table, fields, k, tiles_for(table, fields, min_rows(table)), 140);
       for (int64_t tokens = 1; tokens <= p.tokens; tokens += k == 300 ? step : 2 * step + 5)
         test.run(table, p, tokens, tokens % 3);
     }
@@ -183,7 +183,7 @@ TEST(every_cut) {
 TEST(worst_cases) {
   TableTest test;
   for_each_form([&](const KernelTable& table, int64_t fields) {
-    const int64_t tiles = tiles_for(table, fields, least_rows(table)), tokens = 33;
+    const int64_t tiles = tiles_for(table, fields, min_rows(table)), tokens = 33;
     for (const int64_t k : {2048, 32768}) {
       if (k > 2048 && thinning(table) > 1) continue;
       for (const int code : {0, 2}) {
@@ -216,7 +216,7 @@ TEST(long_rows) {
   for_each_form([&](const KernelTable& table, int64_t fields) {
     for (const int64_t k : {1000, 2560}) {
       const Problem p =
-          random_problem(table, fields, k, tiles_for(table, fields, least_rows(table)), 40);
+          random_problem(table, fields, k, tiles_for(table, fields, min_rows(table)), 40);
       for (const int64_t tokens : {17, 32, 40}) test.run(table, p, tokens, 0);
     }
   });
@@ -226,7 +226,7 @@ TEST(epilogues) {
   TableTest test;
   for_each_form([&](const KernelTable& table, int64_t fields) {
     const Problem p =
-        random_problem(table, fields, 100, tiles_for(table, fields, least_rows(table) + 44), 75);
+        random_problem(table, fields, 100, tiles_for(table, fields, min_rows(table) + 44), 75);
     for (const StoreKind kind : {StoreKind::kStore, StoreKind::kRound, StoreKind::kAdd}) {
       for (const DType type : {DType::kF32, DType::kBF16, DType::kF16}) {
         for (const int64_t missing : {0, 1, 15, 17}) {

@@ -16,7 +16,7 @@
 namespace bitnet::test {
 namespace {
 
-constexpr int64_t kLargestK = 32768, kMostTokens = 70;
+constexpr int64_t kLargestK = 32768, kMaxTokens = 70;
 constexpr int kPanel = 32;  // tokens for which every ISA that decodes to memory does so
 
 // All tiles of a problem, without a result.
@@ -86,15 +86,15 @@ class TileTest {
     }
   }
 
-  Arena weight_{3 * kLargestK * 16}, x_{kMostTokens * (kLargestK + 64)}, sums_{4096},
-      out_{kMostTokens * 1024}, scratch_{8 << 20};
+  Arena weight_{3 * kLargestK * 16}, x_{kMaxTokens * (kLargestK + 64)}, sums_{4096},
+      out_{kMaxTokens * 1024}, scratch_{8 << 20};
 };
 
 void all_counts(TileTest& test, const KernelTable& table, int64_t fields) {
   for (const int64_t k : {1, 63, 64, 65, 128, 300, 576}) {
-    const Problem p = random_problem(table, fields, k, 3, kMostTokens);
+    const Problem p = random_problem(table, fields, k, 3, kMaxTokens);
     const int64_t step = thinning(table) > 1 ? 9 : 1;
-    for (int64_t tokens = 1; tokens <= kMostTokens; tokens += tokens < 12 ? 1 : step) {
+    for (int64_t tokens = 1; tokens <= kMaxTokens; tokens += tokens < 12 ? 1 : step) {
       test.run(table, p, 0, tokens, tokens % 3);
     }
     test.run(table, p, 2, 1, 0);

@@ -25,7 +25,7 @@ using engine::TokenBuffer;
 using engine::Weight;
 using engine::WeightFormat;
 
-constexpr int64_t kMostRows = 131;
+constexpr int64_t kMaxRows = 131;
 constexpr int64_t kGroups[] = {64, 128};
 // How many kinds of weight rows and of tokens there are; prime to each other and to the rows of any
 // tile, so that every kind meets every other one and every lane.
@@ -69,21 +69,21 @@ int64_t scale_of(int64_t n, int64_t g) { return 1 + (n * 7 + g * 5 + n * g) % 3 
 // Weights and tokens of one width, and what every product of them is.
 struct Data {
   int64_t k, tokens;
-  std::vector<int8_t> codes, x;                             // [kMostRows, k], [tokens, k]
-  std::vector<int64_t> plain, grouped[std::size(kGroups)];  // [tokens, kMostRows]
+  std::vector<int8_t> codes, x;                             // [kMaxRows, k], [tokens, k]
+  std::vector<int64_t> plain, grouped[std::size(kGroups)];  // [tokens, kMaxRows]
 
-  Data(int64_t features, int64_t most_tokens) : k(features), tokens(most_tokens) {
+  Data(int64_t features, int64_t max_tokens) : k(features), tokens(max_tokens) {
     Random random(static_cast<uint64_t>(k));
-    for (int64_t n = 0; n < kMostRows; ++n) {
+    for (int64_t n = 0; n < kMaxRows; ++n) {
       for (int64_t i = 0; i < k; ++i) codes.push_back(code_of(n, i, random));
     }
     for (int64_t m = 0; m < tokens; ++m) {
       for (int64_t i = 0; i < k; ++i) x.push_back(feature_of(m, i, random));
     }
     for (int64_t m = 0; m < tokens; ++m) {
-      for (int64_t n = 0; n < kMostRows; ++n) add_up(m, n);
+      for (int64_t n = 0; n < kMaxRows; ++n) add_up(m, n);
     }
-    CHECK(plain[0] == 127 * k && plain[2] == -127 * k && plain[kMostRows] == -128 * k,
+    CHECK(plain[0] == 127 * k && plain[2] == -127 * k && plain[kMaxRows] == -128 * k,
           "the reference itself is wrong");
   }
 
@@ -176,7 +176,7 @@ template <class T>
 void compare(const std::vector<T>& out, const std::vector<int64_t>& want, int64_t n,
              int64_t first) {
   for (int64_t i = 0; i < static_cast<int64_t>(out.size()); ++i) {
-    const int64_t m = first + i / n, expected = want[at(m * kMostRows + i % n)];
+    const int64_t m = first + i / n, expected = want[at(m * kMaxRows + i % n)];
     CHECK(out[at(i)] == static_cast<T>(expected), "token %d row %d: %lld, not %lld",
           static_cast<int>(m), static_cast<int>(i % n), static_cast<long long>(out[at(i)]),
           static_cast<long long>(expected));
@@ -224,13 +224,13 @@ struct Sizes {
 
 std::vector<Sizes> sizes_for(const KernelTable& table) {
   if (sweeping(table)) {
-    Sizes all{{192, 2560, 6912, 11008, 32768}, {1, 47, kMostRows}, {}, true};
+    Sizes all{{192, 2560, 6912, 11008, 32768}, {1, 47, kMaxRows}, {}, true};
     for (int64_t m = 1; m <= 64; ++m) all.tokens.push_back(m);
     all.tokens.insert(all.tokens.end(), {128, 512});
     return {all};
   }
   if (thinning(table) > 1) return {{{192, 2560}, {33}, {1, 4, 18}}};
-  return {{{192}, {5, 85, kMostRows}, {1, 2, 3, 4, 5, 7, 9, 16, 17, 33, 64}},
+  return {{{192}, {5, 85, kMaxRows}, {1, 2, 3, 4, 5, 7, 9, 16, 17, 33, 64}},
           {{11008}, {85}, {1, 4, 18}}};
 }
 
@@ -275,11 +275,11 @@ void sweep(const std::vector<const KernelTable*>& tables) {
   std::ranges::sort(widths);
   widths.erase(std::unique(widths.begin(), widths.end()), widths.end());
   for (const int64_t k : widths) {
-    int64_t most = 0;
+    int64_t max = 0;
     for_sizes(tables, k, [&](std::size_t, const Sizes& sizes) {
-      most = std::max({most, 2 * kTokenKinds, std::ranges::max(sizes.tokens)});
+      max = std::max({max, 2 * kTokenKinds, std::ranges::max(sizes.tokens)});
     });
-    const Data data(k, most);
+    const Data data(k, max);
     for_sizes(tables, k, [&](std::size_t i, const Sizes& sizes) {
       const int64_t before = tally.cases;
       check_sizes(*tables[i], data, sizes);

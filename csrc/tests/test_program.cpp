@@ -132,7 +132,7 @@ struct Model {
     batch.adapters = adapters.data();
   }
 
-  static int64_t at_most_blocks(int64_t block_size) { return 2 * (kCapacity / block_size + 1); }
+  static int64_t max_blocks(int64_t block_size) { return 2 * (kCapacity / block_size + 1); }
 
   // [blocks, kv_heads, block_size, dim]
   engine::PoolView rows_of(std::vector<float>& memory, int64_t block_size) const {
@@ -144,7 +144,7 @@ struct Model {
   // The sequences' blocks alternate, from the last one down.
   void cut(int64_t per_sequence, int64_t kept, int64_t block_size) {
     const int64_t starts[2] = {5, 3}, tokens[2] = {per_sequence, 1};
-    const int64_t columns = at_most_blocks(block_size) / 2;
+    const int64_t columns = max_blocks(block_size) / 2;
     for (int64_t i = 0; i < 2 * columns; ++i)
       blocks.push_back(2 * columns - 1 - (i % columns * 2 + i / columns));
     query_start.push_back(0);
@@ -160,7 +160,7 @@ struct Model {
       query_start.push_back(static_cast<int64_t>(positions.size()));
       lengths.push_back(starts[s] + tokens[s]);
     }
-    const int64_t layer = at_most_blocks(block_size) * block_size * sizes.kv_heads * sizes.dim;
+    const int64_t layer = max_blocks(block_size) * block_size * sizes.kv_heads * sizes.dim;
     keys.assign(at(kLayers * layer), 0.25f);
     values.assign(at(kLayers * layer), 0.5f);
     batch.tokens = per_sequence + 1;
@@ -215,11 +215,11 @@ bool equal(const std::vector<float>& a, const std::vector<float>& b) {
 #ifdef __SANITIZE_THREAD__
 // Every access costs ten times as much here: prompts as long as all threads have work, and no run
 // on one thread.
-constexpr int64_t kLongPrompt = 21, kShortPrompt = 18, kFewestThreads = 2;
-constexpr int64_t kMostThreads = 12;
+constexpr int64_t kLongPrompt = 21, kShortPrompt = 18, kMinThreads = 2;
+constexpr int64_t kMaxThreads = 12;
 #else
-constexpr int64_t kLongPrompt = 45, kShortPrompt = 40, kFewestThreads = 1;
-constexpr int64_t kMostThreads = 64;
+constexpr int64_t kLongPrompt = 45, kShortPrompt = 40, kMinThreads = 1;
+constexpr int64_t kMaxThreads = 64;
 #endif
 
 void same_on_every_number_of_threads(const KernelTable& table, int64_t tokens, int64_t kept,
@@ -233,7 +233,7 @@ void same_on_every_number_of_threads(const KernelTable& table, int64_t tokens, i
   CHECK(largest > 0.1f, "the logits say nothing");
   for (const int64_t block_size : {kCapacity, int64_t{16}, int64_t{1}}) {
     for (const int64_t threads : {1, 2, 3, 5}) {
-      if (threads < kFewestThreads) continue;
+      if (threads < kMinThreads) continue;
       begin_case("%s, %d tokens, blocks of %d, %d threads%s", table.name, static_cast<int>(tokens),
                  static_cast<int>(block_size), static_cast<int>(threads), extras ? ", extras" : "");
       pool_threads = threads;
@@ -263,7 +263,7 @@ void wide_products_on_many_threads(const KernelTable& table, int64_t tokens) {
   Model model(table, tokens, 1, kCapacity, false, kWide);
   bool parts = false;
   for (const int64_t threads : {6, 12, 64}) {
-    if (threads > kMostThreads) continue;
+    if (threads > kMaxThreads) continue;
     begin_case("%s, wide, %d tokens, %d threads", table.name, static_cast<int>(tokens),
                static_cast<int>(threads));
     pool_threads = threads;
@@ -451,7 +451,7 @@ void zeros_are_left_out(const KernelTable& table, const Sizes& dense, const char
     sizes.mlp = keys;
     Model model(table, 0, 0, kCapacity, false, sizes);
     for (const int64_t threads : {1, 2, 3, 7}) {
-      if (threads < kFewestThreads) continue;
+      if (threads < kMinThreads) continue;
       begin_case("%s, width %d,%s, %d threads", table.name, static_cast<int>(sizes.width), keys,
                  static_cast<int>(threads));
       pool_threads = threads;

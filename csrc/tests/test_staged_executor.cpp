@@ -354,11 +354,11 @@ struct Limits {
 };
 
 TEST(plans_at_the_limits) {
-  constexpr int64_t kMost = StagedExecutor::kMaxUnits;
+  constexpr int64_t kMax = StagedExecutor::kMaxUnits;
   const auto executor = std::make_unique<StagedExecutor>();
   for (const auto& [stages, units] : {std::pair{StagedExecutor::kMaxStages, int64_t{2}},
-                                      std::pair{int64_t{3}, kMost},
-                                      {int64_t{3}, kMost + 1}}) {
+                                      std::pair{int64_t{3}, kMax},
+                                      {int64_t{3}, kMax + 1}}) {
     begin_case("%lld stages of %lld units", static_cast<long long>(stages),
                static_cast<long long>(units));
     const Limits plan{stages, units};

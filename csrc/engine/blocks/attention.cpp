@@ -42,15 +42,15 @@ class AttentionBlock final : public Block {
 
 AttentionBlock::AttentionBlock(Binding& b) {
   const Settings& s = b.settings;
-  heads = b.keys.integer("heads", 1, kMostFeatures);
+  heads = b.keys.integer("heads", 1, kMaxFeatures);
   kv_heads = b.keys.integer("kv_heads", 1, heads);
-  dim = b.keys.integer("head_dim", 2, kMostFeatures);
+  dim = b.keys.integer("head_dim", 2, kMaxFeatures);
   if (heads % kv_heads != 0)
     b.keys.fail("heads", "a multiple of kv_heads=" + std::to_string(kv_heads),
                 std::to_string(heads));
   if (dim % 2 != 0) b.keys.fail("head_dim", "even", std::to_string(dim));
-  if (heads > kMostFeatures / dim)
-    b.keys.fail("heads", "at most " + std::to_string(kMostFeatures / dim) + " of that size",
+  if (heads > kMaxFeatures / dim)
+    b.keys.fail("heads", "at most " + std::to_string(kMaxFeatures / dim) + " of that size",
                 std::to_string(heads));
   rope = b.program.rope_of(b.keys, dim);
   rope_dim = b.program.ropes()[static_cast<size_t>(rope)].dim;
@@ -244,8 +244,8 @@ void AttentionBlock::append(PlanBuilder& plan) const {
             plan.make<Rotation>(step, *this, Rotation::Memory{q, k, v, rotated}),
             tokens * (heads + kv_heads) + kept,
             {1, 64}});
-  const auto add_varying = [&plan](const char* name, const StageWork* work, int64_t least = 1) {
-    Stage stage{name, work, 0, {least, 64}};
+  const auto add_varying = [&plan](const char* name, const StageWork* work, int64_t min = 1) {
+    Stage stage{name, work, 0, {min, 64}};
     stage.varies = true;
     plan.add(stage);
   };

@@ -45,7 +45,7 @@ class DeltaNetBlock final : public Block {
 };
 
 int64_t head_dim(Keys& keys, const char* key) {
-  const int64_t dim = keys.integer(key, kStateColumns, kMostKeyDim);
+  const int64_t dim = keys.integer(key, kStateColumns, kMaxKeyDim);
   if (dim % kStateColumns != 0)
     keys.fail(key, "a multiple of " + std::to_string(kStateColumns), std::to_string(dim));
   return dim;
@@ -54,14 +54,14 @@ int64_t head_dim(Keys& keys, const char* key) {
 DeltaNetBlock::DeltaNetBlock(Binding& b) {
   const Settings& s = b.settings;
   DeltaShape shape{};
-  shape.key_heads = b.keys.integer("key_heads", 1, kMostFeatures / kMostKeyDim);
-  shape.value_heads = b.keys.integer("value_heads", 1, kMostFeatures / kMostKeyDim);
+  shape.key_heads = b.keys.integer("key_heads", 1, kMaxFeatures / kMaxKeyDim);
+  shape.value_heads = b.keys.integer("value_heads", 1, kMaxFeatures / kMaxKeyDim);
   if (shape.value_heads % shape.key_heads != 0)
     b.keys.fail("value_heads", "a multiple of key_heads=" + std::to_string(shape.key_heads),
                 std::to_string(shape.value_heads));
   shape.key_dim = head_dim(b.keys, "key_dim");
   shape.value_dim = head_dim(b.keys, "value_dim");
-  shape.taps = b.keys.integer("kernel", 2, kMostTaps);
+  shape.taps = b.keys.integer("kernel", 2, kMaxTaps);
   norm = b.norm("norm", s.hidden, s.eps);
   gated_norm = b.norm("gated_norm", shape.value_dim, s.eps);
   b.linear("qkv", shape.channels(), s.hidden, qkv_);

@@ -20,13 +20,13 @@ namespace bitnet::engine {
 namespace {
 
 // Whether bounds of logits are worth making, by the rows that remained of late: where these are
-// more than `most` on average, the whole head is read for so many steps, each time twice as many.
+// more than `max` on average, the whole head is read for so many steps, each time twice as many.
 class BoundsUse {
  public:
   bool next() { return whole_ == 0 || --whole_ == 0; }
-  void learn(int64_t remaining, int64_t most) {
+  void learn(int64_t remaining, int64_t max) {
     average_ = (7 * average_ + remaining) / 8;
-    if (average_ <= most) {
+    if (average_ <= max) {
       wait_ = kWait;
       return;
     }
@@ -61,22 +61,22 @@ class HeadState final : public BlockState {
   }
 
  private:
-  static constexpr int64_t kMostBest = 64;     // tokens of a step with bounds
-  static constexpr int64_t kMostLargest = 64;  // logits of each that are wanted
+  static constexpr int64_t kMaxBest = 64;     // tokens of a step with bounds
+  static constexpr int64_t kMaxLargest = 64;  // logits of each that are wanted
 
   const HeadView& head_;
   BoundsUse bounds_;
   // Of each token the best logit so far, with its noise, and its row (largest_rows).
-  std::array<std::atomic<uint64_t>, kMostBest> best_{};
+  std::array<std::atomic<uint64_t>, kMaxBest> best_{};
   // Where more than the best are wanted, each thread's largest so far: [partitions][logit_count]
-  // [largest], every row a heap with the least in front.
+  // [largest], every row a heap with the smallest in front.
   std::vector<float> heaps_;
 };
 
 void HeadState::begin(const Step& step) {
   const Batch& batch = step.batch;
   reading = HeadReading::kWhole;
-  if (batch.largest == 0 || batch.largest > kMostLargest || batch.logit_count > kMostBest) return;
+  if (batch.largest == 0 || batch.largest > kMaxLargest || batch.logit_count > kMaxBest) return;
   if (!has_bounds(*step.table, head_, batch.logit_count) || !bounds_.next()) return;
   reading = HeadReading::kBounds;
   for (auto& best : best_) best.store(0, std::memory_order_relaxed);
@@ -99,7 +99,7 @@ class HeadBlock final : public Block {
         has_matrix_(b.keys.has("weight")) {
     if (has_matrix_) {
       const std::string name = b.keys.word("weight");
-      view_ = b.source.head(name, b.keys.integer("vocab", 1, kMostRows), b.settings.hidden);
+      view_ = b.source.head(name, b.keys.integer("vocab", 1, kMaxRows), b.settings.hidden);
       signs_ = b.source.signs(name, b.settings.hidden);
     }
     b.program.set_result(has_matrix_ ? view_.rows : b.settings.hidden, has_matrix_);

@@ -37,7 +37,7 @@ class MlpBlock final : public Block {
 
 MlpBlock::MlpBlock(Binding& b) {
   const Settings& s = b.settings;
-  width_ = b.keys.integer("width", 1, kMostFeatures);
+  width_ = b.keys.integer("width", 1, kMaxFeatures);
   const std::string activation = b.keys.word("activation");
   activation_ = gated_row(b.program.table(), activation);
   if (activation_ == nullptr)

@@ -67,7 +67,7 @@ Four shuffled(Four a, Four b) {
 // rows.  By 4 x 4: element by element this took two thirds of the time of one token.
 void gather_scales(const float* scales, int64_t stride, int64_t rows, int64_t count,
                    int64_t block_rows, float* out) {
-  static_assert(layout::kMostBlockRows % 4 == 0);
+  static_assert(layout::kMaxBlockRows % 4 == 0);
   const int64_t whole_rows = rows / 4 * 4, whole = count / 4 * 4;
   for (int64_t r = 0; r < whole_rows; r += 4) {
     const float* from = scales + r * stride;
@@ -95,7 +95,7 @@ void multiply_gathered(const KernelTable& table, const Weight& w, const float* s
                        const QuantizedTokens& x, const ProductPart& part, float* values,
                        int64_t stride) {
   constexpr int64_t kGathered = 32;
-  float gathered[kGathered * layout::kMostBlockRows];
+  float gathered[kGathered * layout::kMaxBlockRows];
   const int64_t groups = x.group_count(), step_bytes = w.block_bytes / w.k_steps;
   const int64_t group_steps = x.group / layout::kTileStepK;
   for (int64_t block = part.block_begin; block < part.block_end; ++block) {
@@ -141,7 +141,7 @@ GroupCodes codes_of_group(const QuantizedTokens& x, int64_t token, int64_t rows,
 void multiply_rows(const KernelTable& table, const Weight& w, const float* scales,
                    const QuantizedTokens& x, const ProductPart& part, float* values,
                    int64_t stride) {
-  constexpr int64_t kRows = layout::kMostBlockRows, kTokens = 16;
+  constexpr int64_t kRows = layout::kMaxBlockRows, kTokens = 16;
   int32_t sums[kTokens * kRows], planes[2 * kTokens * kRows], x_sum[2 * kTokens];
   float w_scale[kRows];
   int8_t copies[2 * kTokens * kGroupWeights];

@@ -168,7 +168,7 @@ int64_t token_tile(const KernelTable& table, int64_t tokens, int64_t k) {
 }
 
 const ProductAlgorithm* find_algorithm(const KernelTable& table, std::string_view name) {
-  for (int64_t i = 0; i < kMostProducts && table.products[i].name != nullptr; ++i) {
+  for (int64_t i = 0; i < kMaxProducts && table.products[i].name != nullptr; ++i) {
     if (name == table.products[i].name) return table.products + i;
   }
   return nullptr;
@@ -177,7 +177,7 @@ const ProductAlgorithm* find_algorithm(const KernelTable& table, std::string_vie
 std::vector<std::string> product_names() {
   std::vector<std::string> names;
   for (const KernelTable* table : all_tables()) {
-    for (int64_t i = 0; i < kMostProducts && table->products[i].name != nullptr; ++i) {
+    for (int64_t i = 0; i < kMaxProducts && table->products[i].name != nullptr; ++i) {
       if (std::ranges::find(names, table->products[i].name) == names.end())
         names.emplace_back(table->products[i].name);
     }

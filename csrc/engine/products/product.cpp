@@ -105,9 +105,9 @@ ClaimRule Product::claim() const {
     return {part, part, blocking_.claim_fraction};
   }
   const int64_t across = blocking_.tokens_outermost ? 1 : token_blocks_;
-  const int64_t most = blocks_at_once(max_block_rows_) * across;
-  const int64_t least = std::min(blocking_.least_rows / max_block_rows_, row_blocks_) * across;
-  return {std::max<int64_t>(least, 1), std::max(least, most), blocking_.claim_fraction};
+  const int64_t max = blocks_at_once(max_block_rows_) * across;
+  const int64_t min = std::min(blocking_.min_rows / max_block_rows_, row_blocks_) * across;
+  return {std::max<int64_t>(min, 1), std::max(min, max), blocking_.claim_fraction};
 }
 
 int64_t Product::blocks_at_once(int64_t block_rows) const {
@@ -118,8 +118,8 @@ int64_t Product::blocks_at_once(int64_t block_rows) const {
 }
 
 int64_t Product::row_blocks_at_once(const Weight& weight) const {
-  const int64_t most = blocks_at_once(weight.block_rows);
-  return blocking_.equal_row_parts ? even_part(weight.row_blocks, most) : most;
+  const int64_t max = blocks_at_once(weight.block_rows);
+  return blocking_.equal_row_parts ? even_part(weight.row_blocks, max) : max;
 }
 
 void Product::run(int64_t begin, int64_t end) const {
@@ -138,10 +138,10 @@ void Product::run(int64_t begin, int64_t end) const {
 // A run of consecutive units reads consecutive weights: whole row blocks, each for all tokens, as
 // far as they go.
 void Product::run_rows_outermost(const Projection& p, int64_t begin, int64_t end) const {
-  const int64_t most = row_blocks_at_once(*p.weight);
+  const int64_t max = row_blocks_at_once(*p.weight);
   while (begin < end) {
     const int64_t block = begin / token_blocks_, token_block = begin % token_blocks_;
-    const int64_t whole = token_block == 0 ? std::min((end - begin) / token_blocks_, most) : 0;
+    const int64_t whole = token_block == 0 ? std::min((end - begin) / token_blocks_, max) : 0;
     if (whole == 0) {
       multiply(p, block, 1, token_block);
       ++begin;

@@ -77,7 +77,7 @@ std::vector<const ProductAlgorithm*> candidates(const KernelTable& table,
   if (rows[0]->blocking(sample).token_tile != 0 || sample.tokens * sample.planes == 1) return rows;
   ProductShape with = sample;
   with.scratch = true;
-  for (int64_t i = 0; i < kMostProducts && table.products[i].name != nullptr; ++i) {
+  for (int64_t i = 0; i < kMaxProducts && table.products[i].name != nullptr; ++i) {
     const ProductAlgorithm& row = table.products[i];
     if (&row == rows[0] || !row.takes(with)) continue;
     const bool scratch = needs_scratch(row, sample);
@@ -159,7 +159,7 @@ class Only {
   const KernelTable& table() const { return table_; }
 
  private:
-  ProductAlgorithm rows_[kMostProducts] = {};
+  ProductAlgorithm rows_[kMaxProducts] = {};
   KernelTable table_;
 };
 

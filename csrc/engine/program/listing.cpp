@@ -12,9 +12,9 @@ namespace {
 constexpr std::string_view kSpace = " \t\r";
 
 std::string shown(std::string_view text) {
-  constexpr size_t kMost = 60;
-  std::string words(text.substr(0, kMost));
-  return text.size() > kMost ? words + "..." : words;
+  constexpr size_t kMax = 60;
+  std::string words(text.substr(0, kMax));
+  return text.size() > kMax ? words + "..." : words;
 }
 
 std::string place(const Line& line) {
@@ -104,16 +104,16 @@ std::string Keys::word(std::string_view key, const char* otherwise) {
   return has(key) ? require(key) : otherwise;
 }
 
-int64_t Keys::integer(std::string_view key, int64_t least, int64_t most) {
+int64_t Keys::integer(std::string_view key, int64_t min, int64_t max) {
   const std::string& text = require(key);
   int64_t value = 0;
-  if (!read_all(text, value) || value < least || value > most)
-    fail(key, "from " + std::to_string(least) + " to " + std::to_string(most), text);
+  if (!read_all(text, value) || value < min || value > max)
+    fail(key, "from " + std::to_string(min) + " to " + std::to_string(max), text);
   return value;
 }
 
-int64_t Keys::integer(std::string_view key, int64_t least, int64_t most, int64_t otherwise) {
-  return has(key) ? integer(key, least, most) : otherwise;
+int64_t Keys::integer(std::string_view key, int64_t min, int64_t max, int64_t otherwise) {
+  return has(key) ? integer(key, min, max) : otherwise;
 }
 
 float Keys::number(std::string_view key) {

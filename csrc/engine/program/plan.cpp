@@ -11,7 +11,7 @@
 namespace bitnet::engine {
 namespace {
 
-constexpr int64_t kMostKeptBytes = int64_t{1} << 26;
+constexpr int64_t kMaxKeptBytes = int64_t{1} << 26;
 
 // In steps of an eighth, so that a growing context allocates seldom.
 int64_t rounded_up(int64_t bytes) {
@@ -102,10 +102,10 @@ void group_adapters(Step& s, std::vector<int64_t>& kept) {
   for (int64_t j = 0; any && j < batch.logit_count; ++j)
     kept.push_back(batch.adapters[batch.logit_rows[j]]);
   s.kept_adapters.build(kept.data(), static_cast<int64_t>(kept.size()));
-  s.most_rank = 0;
+  s.max_rank = 0;
   for (const Linear* linear : s.program->linears()) {
     for (const AdapterGroups::Group& group : s.adapters.groups())
-      s.most_rank = std::max(s.most_rank, linear->lora[static_cast<size_t>(group.adapter)].rank);
+      s.max_rank = std::max(s.max_rank, linear->lora[static_cast<size_t>(group.adapter)].rank);
   }
 }
 
@@ -224,7 +224,7 @@ void build_plan(StepState& state, bool all_rows, Workspace& passing) {
   BumpAllocator count(nullptr);
   take_memory(count, s, all_rows, counted.sums(), counted.cells());
   const int64_t bytes = count.used() + counted.lasting_bytes() + counted.scratch_bytes();
-  state.keeps_plan = bytes <= kMostKeptBytes;
+  state.keeps_plan = bytes <= kMaxKeptBytes;
   Workspace& workspace = state.keeps_plan ? state.memory : passing;
   char* block = workspace.reserve(state.keeps_plan ? rounded_up(bytes) : bytes);
   BumpAllocator memory(block);

@@ -55,13 +55,13 @@ struct Batch {
 
 // Normalised and quantised tokens, of one thread or of all.
 struct StageInput {
-  static constexpr int64_t kMost = 3;  // different inputs of a stage
+  static constexpr int64_t kMax = 3;  // different inputs of a stage
 
   float* row;  // [Needs::row]
   // Room for tokens of the longest row; each stage sets how many there are and their k.
-  QuantizedTokens x[kMost];
-  float* side_rows[kMost];  // of tokens with an adapter, by place: what has been quantised
-  float* attention;         // [AttentionPlans::thread_floats()], a thread's own
+  QuantizedTokens x[kMax];
+  float* side_rows[kMax];  // of tokens with an adapter, by place: what has been quantised
+  float* attention;        // [AttentionPlans::thread_floats()], a thread's own
 };
 
 // What all stages of a step share. Every row of the residual stream is written by one unit of one
@@ -79,8 +79,8 @@ struct Step {
   AttentionPlans attention;           // one for each of Program::attention_kinds()
   // Tokens with an adapter: of all, and of those whose logits are wanted.
   AdapterGroups adapters, kept_adapters;
-  int64_t most_rank = 0;  // of the adapters of the step
-  float* x = nullptr;     // [tokens, hidden], the residual stream
+  int64_t max_rank = 0;  // of the adapters of the step
+  float* x = nullptr;    // [tokens, hidden], the residual stream
   // [logit_count, hidden]: the same behind the last block that mixes tokens; x itself where every
   // token's logits are wanted.
   float* kept = nullptr;

@@ -45,12 +45,12 @@ class Products final : public StageWork {
     const Linear* linear;
     void* out;        // null: rounded, it is added to the residual
     bool side;        // whether a token of the step has an adapter here
-    float* inner;     // [tokens with an adapter, most_rank]
+    float* inner;     // [tokens with an adapter, max_rank]
     float* residual;  // what LoRA adds its outputs to; null: they stay in `out`
   };
   void list_codes(int64_t slot) const;
   bool reads_columns(const CodeList& list) const {
-    return *list.count <= parts_[0].linear->most_listed;
+    return *list.count <= parts_[0].linear->max_listed;
   }
   QuantizedTokens tokens_of(const StageInput& from, int input) const;
   // Whether the kernel that normalises input i makes its codes, too.
@@ -82,8 +82,8 @@ class Products final : public StageWork {
   bool lists_ = false;  // whether the codes of the one token that are not 0 are listed
   CodeLists code_lists_;
   ZeroCounts* zeros_;
-  Part parts_[StageInput::kMost];
-  Projection projections_[StageInput::kMost];
+  Part parts_[StageInput::kMax];
+  Projection projections_[StageInput::kMax];
   ProductPlan plan_;
 };
 
@@ -110,7 +110,7 @@ Products::Products(PlanBuilder& plan, const RowSource* source, ActivationFormat 
     const bool side = has_side(step_, linear);
     any_side_ = any_side_ || side;
     float* inner =
-        side ? plan.scratch<float>(step_.adapters.with_adapter() * step_.most_rank) : nullptr;
+        side ? plan.scratch<float>(step_.adapters.with_adapter() * step_.max_rank) : nullptr;
     Output out{StoreKind::kStore, type, target.out, linear.rows * element_size(type)};
     if (target.out == nullptr)
       out = {StoreKind::kAdd, type, rows_.residual, float_bytes(linear.rows)};
@@ -202,7 +202,7 @@ LoraProjection Products::side(const Part& part, const StageInput& from) const {
       .rows = part.linear->rows,
       .x = from.side_rows[input],
       .inner = part.inner,
-      .most_rank = step_.most_rank,
+      .max_rank = step_.max_rank,
       .ahead = step_.settings().ahead,
       .type = step_.settings().type,
       .y = part.out,

@@ -9,7 +9,7 @@
 namespace bitnet::engine {
 namespace {
 
-constexpr int64_t kMostAdapters = 1 << 12;
+constexpr int64_t kMaxAdapters = 1 << 12;
 
 // A key of the line `model` that is a small number and not negative.
 float epsilon(Keys& keys, const char* key, float otherwise) {
@@ -23,7 +23,7 @@ int64_t count_adapters(const std::vector<Line>& lines) {
   int64_t count = 0;
   for (const Line& line : lines) {
     if (line.kind != "lora") continue;
-    count = std::max(count, Keys(line).integer("adapter", 0, kMostAdapters - 1) + 1);
+    count = std::max(count, Keys(line).integer("adapter", 0, kMaxAdapters - 1) + 1);
   }
   return count;
 }
@@ -110,7 +110,7 @@ ActivationSparsity Binding::sparsity(Linear& linear) {
   if (linear.k > layout::kTileMaxK)
     keys.fail("sparsity", "absent, for " + linear.name + " has more than 32768 inputs", "it");
   linear.columns = source.columns(linear.name, linear.rows, linear.k);
-  linear.most_listed = s.always ? linear.k : -1;
+  linear.max_listed = s.always ? linear.k : -1;
   return s;
 }
 
@@ -154,7 +154,7 @@ Program::Program(std::string_view text, TensorSource& source, const KernelTable&
 }
 
 void Program::read_settings(Keys& keys) {
-  settings_.hidden = keys.integer("hidden", 1, kMostFeatures);
+  settings_.hidden = keys.integer("hidden", 1, kMaxFeatures);
   const std::string type = keys.word("dtype");
   if (type != "float32" && type != "bfloat16") keys.fail("dtype", "float32 or bfloat16", type);
   settings_.type = type == "bfloat16" ? DType::kBF16 : DType::kF32;
@@ -166,7 +166,7 @@ void Program::read_settings(Keys& keys) {
 }
 
 void Program::read_rope(Keys& keys, TensorSource& source) {
-  NamedRope rope{keys.word("name"), keys.integer("dim", 2, kMostFeatures), {}};
+  NamedRope rope{keys.word("name"), keys.integer("dim", 2, kMaxFeatures), {}};
   if (rope.dim % 2 != 0) keys.fail("dim", "even", std::to_string(rope.dim));
   const float factor = keys.number("factor", 1.0f);
   if (!(factor > 0)) keys.fail("factor", "above 0", std::to_string(factor));
@@ -178,7 +178,7 @@ void Program::read_rope(Keys& keys, TensorSource& source) {
 }
 
 void Program::read_lora(Keys& keys, TensorSource& source) {
-  const auto adapter = static_cast<size_t>(keys.integer("adapter", 0, kMostAdapters - 1));
+  const auto adapter = static_cast<size_t>(keys.integer("adapter", 0, kMaxAdapters - 1));
   const std::string name = keys.word("projection");
   const auto found = std::ranges::find_if(
       linears_, [&name](const Linear* linear) { return linear->name == name; });

@@ -32,8 +32,8 @@ class Program;
 struct Step;
 
 // Bounds that keep every product of sizes far from overflow.
-inline constexpr int64_t kMostFeatures = int64_t{1} << 22;
-inline constexpr int64_t kMostRows = int64_t{1} << 40;
+inline constexpr int64_t kMaxFeatures = int64_t{1} << 22;
+inline constexpr int64_t kMaxRows = int64_t{1} << 40;
 
 // The signs of a Hadamard transform of the input of a matrix: KernelTable::hadamard_row. block 0:
 // the input stays as it is.
@@ -109,7 +109,7 @@ struct Linear {
   Signs signs;                       // of its own input, behind the norm
   std::vector<LoraWeight> lora;      // of every adapter; rank 0: none here
   const uint8_t* columns = nullptr;  // null: none
-  int64_t most_listed = -1;          // codes with which they are read; -1: to be measured
+  int64_t max_listed = -1;           // codes with which they are read; -1: to be measured
 
   // The projection into `out`; `Linear` stays where it is.
   Projection into(const Output& out) const {

@@ -3,7 +3,7 @@
 
 template <DType kType>
 void attend_floats(const AttentionChunk& c, float* scratch, float* states) {
-  const int64_t rows = c.rows < kBlockFewest ? 0 : c.rows / kBlockRows * kBlockRows;
+  const int64_t rows = c.rows < kBlockMinRows ? 0 : c.rows / kBlockRows * kBlockRows;
   if (rows > 0) attend_block<kType>(c, rows, scratch, states);
   attend_few<kType>(c, rows, scratch, states);
 }

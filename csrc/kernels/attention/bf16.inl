@@ -57,7 +57,7 @@ PairChunk<RowValues> chunk_of_rows(const AttentionChunk& c, float* scratch) {
     chunk.hints[i] =
         some ? static_cast<const char*>(row_at(c.values, c.stride_bytes, 16 * i)) : chunk.keys[i];
   }
-  if (c.rows < kBlockFewest && c.dim % 16 == 0) {
+  if (c.rows < kBlockMinRows && c.dim % 16 == 0) {
     const auto* data = static_cast<const char*>(c.values);
     const auto* next = static_cast<const char*>(c.next);
     chunk.values = {data, next == nullptr ? data : next, c.stride_bytes, 32};
@@ -190,8 +190,8 @@ void attend_pair_rows(PairChunk<Values>& chunk, int64_t row, float* states) {
   for (int r = 0; r < R; ++r) {
     hidden[r] = positions_hidden(c, row + r), seen[r] = positions_seen(c, row + r);
   }
-  const int64_t from = hidden[0], most = seen[R - 1];
-  score_pair_rows<R>(chunk, query, query_stride, words, from, most);
+  const int64_t from = hidden[0], end = seen[R - 1];
+  score_pair_rows<R>(chunk, query, query_stride, words, from, end);
   softmax_rows<DType::kBF16>(chunk.scores, hidden, seen, state + padded, stride);
   for (int r = 0; r < R; ++r) {
     float* scores = chunk.scores + r * kAttentionChunk;
@@ -199,8 +199,8 @@ void attend_pair_rows(PairChunk<Values>& chunk, int64_t row, float* states) {
   }
   // What a row does not see weighs 0 and adds 0, unless it is infinite or a NaN.
   if (finite_values(chunk.values, chunk.steps(), from, hidden[R - 1]) &&
-      finite_values(chunk.values, chunk.steps(), seen[0], most)) {
-    return weigh_pair_rows<R>(chunk, chunk.scores, from, most, state, stride);
+      finite_values(chunk.values, chunk.steps(), seen[0], end)) {
+    return weigh_pair_rows<R>(chunk, chunk.scores, from, end, state, stride);
   }
   for (int r = 0; r < R; ++r) {
     weigh_pair_rows<1>(chunk, chunk.scores + r * kAttentionChunk, hidden[r], seen[r],
@@ -212,7 +212,7 @@ template <class Values>
 void attend_pair_chunk(PairChunk<Values> chunk, float* states) {
   const AttentionChunk& c = chunk.c;
   int64_t row = 0;
-  for (; c.rows >= kBlockFewest && row + kBlockRows <= c.rows; row += kBlockRows) {
+  for (; c.rows >= kBlockMinRows && row + kBlockRows <= c.rows; row += kBlockRows) {
     attend_pair_rows<kBlockRows>(chunk, row, states);
     chunk.ask_no_more();
   }

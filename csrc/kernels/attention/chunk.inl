@@ -52,7 +52,7 @@ inline CommonRange seen_by_all(int64_t last_hidden, int64_t first_seen) {
 }
 
 // Fewer rows than this do not repay laying out the keys and values.
-constexpr int64_t kBlockFewest = 2 * kBlockRows > 12 ? 2 * kBlockRows : 12;
+constexpr int64_t kBlockMinRows = 2 * kBlockRows > 12 ? 2 * kBlockRows : 12;
 
 // attend.template operator()<R>(row) for the rows from `row` on, R of them together: four, and in
 // the end rather three and two than four and one.

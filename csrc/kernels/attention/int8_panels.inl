@@ -122,10 +122,10 @@ struct QuadPanels {
   }
 };
 
-// The keys of a chunk against R queries; they see nothing beside positions [from, most).
+// The keys of a chunk against R queries; they see nothing beside positions [from, end).
 template <int R>
 void dot_panels(const AttentionChunk& c, const QuadPanels& panels, const int16_t* wide,
-                int64_t from, int64_t most, int32_t* dots) {
+                int64_t from, int64_t end, int32_t* dots) {
   constexpr int J = quad_tiles(R);
   alignas(64) int32_t words[R * kMaxInt8Dim / 2];
   int32_t excess[R];
@@ -135,10 +135,10 @@ void dot_panels(const AttentionChunk& c, const QuadPanels& panels, const int16_t
   }
   const QuadFactors query = {words, c.dim / 4, stride};
   int64_t i = from / 16;
-  for (; J > 1 && 16 * (i + J - 1) < most; i += J) {
+  for (; J > 1 && 16 * (i + J - 1) < end; i += J) {
     dot_quads<R, J>(query, excess, panels.keys + i, panels.next_keys + i, dots + 16 * i);
   }
-  for (; 16 * i < most; ++i) {
+  for (; 16 * i < end; ++i) {
     dot_quads<R, 1>(query, excess, panels.keys + i, panels.next_keys + i, dots + 16 * i);
   }
 }
@@ -154,15 +154,15 @@ void attend_quad_rows(const AttentionChunk& c, const QuadPanels& panels, int64_t
   alignas(64) int16_t weights[R * kAttentionChunk];
   int32_t excess[R];
   float factors[R];
-  const int64_t from = positions_hidden(c, row), most = positions_seen(c, row + R - 1);
-  dot_panels<R>(c, panels, c.int8.query + row * wide_padded(c.dim), from, most, dots);
+  const int64_t from = positions_hidden(c, row), end = positions_seen(c, row + R - 1);
+  dot_panels<R>(c, panels, c.int8.query + row * wide_padded(c.dim), from, end, dots);
   weigh_positions<R>(c, row, dots, weights, factors, state + padded, stride);
   for (int r = 0; r < R; ++r) {
     excess[r] = quad_factors(weights + r * kAttentionChunk, kAttentionChunk,
                              words + r * (kAttentionChunk / 2));
   }
   const QuadFactors rows = {words, kAttentionChunk / 4, kAttentionChunk / 2};
-  const int64_t fours = (most + 3) / 4, first = from / 4, steps = c.dim / 16;
+  const int64_t fours = (end + 3) / 4, first = from / 4, steps = c.dim / 16;
   int64_t b = 0;
   for (; B > 1 && b + B <= steps; b += B) {
     sum_quads<R, B>(rows, excess, factors, panels.values, panels.next_values, c.dim, first, fours,

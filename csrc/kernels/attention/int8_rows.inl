@@ -246,11 +246,11 @@ void attend_int8_group(const AttentionChunk& c, int64_t row, float* states) {
   alignas(64) int32_t dots[R * kAttentionChunk];
   alignas(64) int16_t weights[R * kAttentionChunk];
   float factors[R];
-  const int64_t from = positions_hidden(c, row), most = positions_seen(c, row + R - 1);
+  const int64_t from = positions_hidden(c, row), end = positions_seen(c, row + R - 1);
   if (row == 0) ask_for_scales(c.int8);
-  dot_rows<R>(c, c.int8.query + row * wide_padded(c.dim), from, most, row == 0, dots);
+  dot_rows<R>(c, c.int8.query + row * wide_padded(c.dim), from, end, row == 0, dots);
   weigh_positions<R>(c, row, dots, weights, factors, state + padded, stride);
-  sum_rows<R>(c, weights, factors, from, most, row == 0, state, stride);
+  sum_rows<R>(c, weights, factors, from, end, row == 0, state, stride);
 }
 
 void attend_int8_rows(const AttentionChunk& c, float* states) {

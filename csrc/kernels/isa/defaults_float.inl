@@ -215,13 +215,13 @@ inline void store_pairs(void* p, V first, V second) {
     __builtin_memcpy(static_cast<char*>(p) + 4 * i, &pair, 4);
   }
 }
-// As a bfloat16 cache holds it, kLeastCached included.
+// As a bfloat16 cache holds it, kMinCached included.
 template <class V>
 inline V cached_bf16(V v) {
   const Lanes x = lanes_of(v);
   return make_lanes([&](int i) {
     const float size = x.at[i] < 0 ? -x.at[i] : x.at[i];
-    return size < kLeastCached ? 0.0f : bf16_to_f32(f32_to_bf16(x.at[i]));
+    return size < kMinCached ? 0.0f : bf16_to_f32(f32_to_bf16(x.at[i]));
   });
 }
 template <class V>

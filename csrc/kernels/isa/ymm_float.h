@@ -264,7 +264,7 @@ inline __m256 cached_bf16_half(__m256 x) {
   const __m256i rounded = _mm256_add_epi32(b, _mm256_add_epi32(lsb, _mm256_set1_epi32(0x7fff)));
   const __m256 upper = _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(0xffff0000u)));
   const __m256 size = _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)));
-  const __m256 keep = _mm256_cmp_ps(size, _mm256_set1_ps(kLeastCached), _CMP_NLT_UQ);
+  const __m256 keep = _mm256_cmp_ps(size, _mm256_set1_ps(kMinCached), _CMP_NLT_UQ);
   const __m256 nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
   const __m256 kept = _mm256_and_ps(_mm256_and_ps(_mm256_castsi256_ps(rounded), upper), keep);
   return _mm256_blendv_ps(kept, x, nan);

@@ -173,7 +173,7 @@ inline F32x16 cached_bf16(F32x16 x) {
   const __m512i rounded = _mm512_add_epi32(b, _mm512_add_epi32(lsb, _mm512_set1_epi32(0x7fff)));
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
   const __m512 size = _mm512_abs_ps(x.v);
-  const __mmask16 keep = _mm512_cmp_ps_mask(size, _mm512_set1_ps(kLeastCached), _CMP_NLT_UQ);
+  const __mmask16 keep = _mm512_cmp_ps_mask(size, _mm512_set1_ps(kMinCached), _CMP_NLT_UQ);
   const __mmask16 nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
   return {_mm512_castsi512_ps(
       _mm512_mask_mov_epi32(_mm512_maskz_and_epi32(keep, rounded, upper), nan, b))};

@@ -104,8 +104,8 @@ struct NoiseTails {
 }
 
 void add_noise_row(const float* x, int64_t n, float temperature, uint64_t key, int64_t first,
-                   float least, float* out) {
-  const F32x16 t = set1(temperature), lowest = set1(least);
+                   float threshold, float* out) {
+  const F32x16 t = set1(temperature), lowest = set1(threshold);
   for_lanes(n, [&](int64_t i, int64_t count) BITNET_INLINE_LAMBDA {
     const F32x16 v = load_n(x + i, count);
     NoiseTails tails;

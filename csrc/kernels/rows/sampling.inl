@@ -28,14 +28,14 @@ inline F32x16 exp_below_zero(F32x16 x) {
 }
 
 // Below this, e^x times any number of tokens is nothing beside the 1 of the largest.
-constexpr float kLeastExponent = -87.0f;
+constexpr float kMinExponent = -87.0f;
 
 double exp_row(const float* x, int64_t n, float top, float inv_temperature, float* w) {
   LaneSums sums = {};
-  const F32x16 largest = set1(top), factor = set1(inv_temperature), least = set1(kLeastExponent);
+  const F32x16 largest = set1(top), factor = set1(inv_temperature), min_x = set1(kMinExponent);
   for_lanes(n, [&](int64_t i, int64_t count) BITNET_INLINE_LAMBDA {
     const F32x16 v = mul(sub(load_n(x + i, count), largest), factor);
-    F32x16 e = where_greater(v, least, exp_below_zero(v));
+    F32x16 e = where_greater(v, min_x, exp_below_zero(v));
     store_n(w + i, e, count);
     if (count < 16) e = load_n(w + i, count);  // zeros in the lanes behind the end
     add_to_lanes(sums, e);
@@ -47,18 +47,18 @@ template <bool kCount, bool kSum, bool kBetween>
 Split split_parts(const float* v, int64_t n, float scale, float low, float high, float* values) {
   LaneSums sums = {};
   int64_t above = 0, between = 0;
-  const F32x16 factor = set1(scale), least = set1(low), most = set1(high);
+  const F32x16 factor = set1(scale), min_x = set1(low), max_x = set1(high);
   for_lanes(n, [&](int64_t i, int64_t count) BITNET_INLINE_LAMBDA {
     const F32x16 x = mul(load_n(v + i, count), factor);
     uint32_t mask = first_bits(count);
     if constexpr (kCount || kSum) {
-      const uint32_t higher = less_mask(most, x) & mask;
+      const uint32_t higher = less_mask(max_x, x) & mask;
       if constexpr (kCount) above += count_bits(higher);
       mask &= ~higher;
     }
-    if constexpr (kSum) add_to_lanes(sums, where_greater(x, most, x));
+    if constexpr (kSum) add_to_lanes(sums, where_greater(x, max_x, x));
     if constexpr (kBetween) {
-      mask &= ~less_mask(x, least);
+      mask &= ~less_mask(x, min_x);
       between += store_chosen(values + between, x, mask, count);
     }
   });
@@ -76,10 +76,10 @@ Split split_row(const float* v, int64_t n, float scale, float low, float high, b
 
 int64_t find_row(const float* v, int64_t n, float scale, float low, float high, int32_t* ids) {
   int64_t found = 0;
-  const F32x16 factor = set1(scale), least = set1(low), most = set1(high);
+  const F32x16 factor = set1(scale), min_x = set1(low), max_x = set1(high);
   for_lanes(n, [&](int64_t i, int64_t count) BITNET_INLINE_LAMBDA {
     const F32x16 x = mul(load_n(v + i, count), factor);
-    const uint32_t outside = less_mask(x, least) | less_mask(most, x);
+    const uint32_t outside = less_mask(x, min_x) | less_mask(max_x, x);
     const uint32_t mask = first_bits(count) & ~outside;
     found += store_indices(ids + found, static_cast<int32_t>(i), mask, count);
   });

@@ -53,7 +53,7 @@ void run_tiles(const ProductJob& job, const EpilogueJob* epilogue) {
 // tiles for all blocks of tokens.
 inline ProductBlocking vector_blocking(const ProductShape& shape) {
   if (shape.row_major()) return {};
-  return {.least_rows = 4 * kTileLanes};
+  return {.min_rows = 4 * kTileLanes};
 }
 
 // ---- the rows -----------------------------------------------------------------------------------
@@ -62,10 +62,10 @@ inline ProductBlocking vector_blocking(const ProductShape& shape) {
 // with every claim.
 template <class U>
 struct Matrix {
-  static constexpr int64_t kLeastSteps = kDecodeAhead * kOperandSteps;
+  static constexpr int64_t kMinSteps = kDecodeAhead * kOperandSteps;
 
   static bool takes(const ProductShape& s) {
-    return s.tiles() && (s.grouped || (s.k + 63) / 64 * kOperandSteps >= kLeastSteps);
+    return s.tiles() && (s.grouped || (s.k + 63) / 64 * kOperandSteps >= kMinSteps);
   }
   static bool usual(const ProductShape& s) {
     return takes(s) && s.tokens * s.planes >= U::kFromTokens;
@@ -74,7 +74,7 @@ struct Matrix {
     if (s.row_major()) return {.claim_fraction = 3};
     return {.tokens = kMatrixChunk,
             .sums = kMatrixChunk * 64,
-            .least_rows = kMatrixLeastRows,
+            .min_rows = kMatrixMinRows,
             .claim_fraction = 3,
             .token_tile = kMatrixTokens,
             .tokens_outermost = true,
@@ -278,7 +278,7 @@ constexpr ProductAlgorithm tiles_row(const char* name) {
 
 // Best first; the last takes what is left. Rows that this ISA lacks are not there.
 struct ProductList {
-  ProductAlgorithm rows[kMostProducts] = {};
+  ProductAlgorithm rows[kMaxProducts] = {};
   int64_t count = 0;
 
   constexpr void add(const ProductAlgorithm& row) { rows[count++] = row; }

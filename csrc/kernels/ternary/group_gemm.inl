@@ -2,7 +2,7 @@
 // in products.h. Uses tiles.inl, direct.inl, panel.inl and
 // matrix.inl.
 
-constexpr int64_t kMostGroupSteps = 32;
+constexpr int64_t kMaxGroupSteps = 32;
 
 // A tile and the tokens from `token` on.
 template <class S, int kPlanes>
@@ -65,7 +65,7 @@ template <class D, int T, int kPlanes, class S>
                                                       const TileFloats (&scales)[D::kFields]) {
   constexpr int kRows = T * kPlanes;
   constexpr int kUnroll = kRows == 1 ? D::kUnroll : 1;
-  constexpr bool kWhole = D::kFlush >= kMostGroupSteps;
+  constexpr bool kWhole = D::kFlush >= kMaxGroupSteps;
   const int64_t stride = tile.job.x_stride, ahead = tile.job.prefetch_bytes;
   TileSum total[D::kDots][kRows];
   if constexpr (!kWhole) {
@@ -108,7 +108,7 @@ template <class D, int T, int kPlanes, class S>
   constexpr int kRows = T * kPlanes, kParts = D::kDots * kRows;
   // sums of several blocks need as many registers again
   constexpr bool kInRegisters =
-      !TakesPairs<D> && (D::kFlush >= kMostGroupSteps ? 1 : 2) * kParts <= kTileAccs;
+      !TakesPairs<D> && (D::kFlush >= kMaxGroupSteps ? 1 : 2) * kParts <= kTileAccs;
   const ProductJob& job = tile.job;
   const int64_t group_steps = job.group_steps, ahead = job.prefetch_bytes;
   for (int64_t g = 0, s = 0; s < job.k_steps; ++g, s += group_steps) {
@@ -141,7 +141,7 @@ template <class D, int T, int kPlanes, class S>
 // that has one dot for a field.
 template <class D, int kPlanes, class S>
 void tile_groups_panel(const GroupTile<S, kPlanes>& tile, int64_t tokens, Panel<D>& panel) {
-  static_assert(D::kPanelSteps >= kMostGroupSteps);
+  static_assert(D::kPanelSteps >= kMaxGroupSteps);
   const ProductJob& job = tile.job;
   for (int64_t g = 0, s = 0; s < job.k_steps; ++g, s += job.group_steps) {
     const int64_t left = job.k_steps - s, count = left < job.group_steps ? left : job.group_steps;

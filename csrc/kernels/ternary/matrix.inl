@@ -17,7 +17,7 @@ constexpr int64_t kRingSlots = 4;        // decoded operands in flight
 constexpr int64_t kDecodeAhead = 3;      // operands between decoding and use; a segment's least
 constexpr int64_t kFewTokensAhead = 16 << 10;  // bytes, where a tile is read once for few tokens
 // Of a product that is cut up by rows: tokens that stay in L2 while the rows pass, and rows.
-constexpr int64_t kMatrixChunk = 128, kMatrixLeastRows = 256;
+constexpr int64_t kMatrixChunk = 128, kMatrixMinRows = 256;
 
 // Calls f<MatrixUnit>() where there is one. Only a template's discarded branch is left alone by
 // every compiler: clang 19 compiles what another one calls.

@@ -57,7 +57,7 @@ struct PanelPass {
   static constexpr int kHalf = (D::kFields + 1) / 2;
   static constexpr int kFields = kPanelAccs / D::kFields >= 4 ? D::kFields : kHalf;
   static constexpr int kRows =
-      kPanelAccs / kFields < kMostTokens ? kPanelAccs / kFields : kMostTokens;
+      kPanelAccs / kFields < kMaxTokens ? kPanelAccs / kFields : kMaxTokens;
 };
 
 // Sums of `rows` rows of x and the first `count` k-steps of the panel, with which x begins.

@@ -303,13 +303,13 @@ inline int64_t for_table_parts(TableInput in, int64_t tokens, int64_t tiles, int
 template <class U>
 ProductBlocking blocking_by_tables(int64_t tokens, bool grouped) {
   const int64_t blocks = tokens <= U::kTokens ? 1 : kTableBlocks;
-  const int64_t most = (grouped ? kTableGroupRows : kTableRows) * (kTableBlocks / blocks);
+  const int64_t max_rows = (grouped ? kTableGroupRows : kTableRows) * (kTableBlocks / blocks);
   return {.tokens = table_call_tokens<U>(),
-          .rows = most,
+          .rows = max_rows,
           .claim_fraction = 1,
           .token_multiple = U::kTokens,
           .tokens_outermost = true,
           .kernel_stores = true,
           .equal_row_parts = true,
-          .scratch_bytes = table_scratch_bytes<U>(most + layout::kMostBlockRows, blocks)};
+          .scratch_bytes = table_scratch_bytes<U>(max_rows + layout::kMaxBlockRows, blocks)};
 }

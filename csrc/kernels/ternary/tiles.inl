@@ -3,10 +3,10 @@
 // A decoder D turns a k-step into D::kDots code vectors. The dot products of each with the tokens
 // are summed separately, and D::finish computes the sums of the D::kFields row groups from them. So
 // a code vector may be a masked field that keeps its factor, or the raw byte. The sums of a tile
-// and up to kMostTokens tokens are kept in `sums` [token][dot][lane]; registers hold the part that
+// and up to kMaxTokens tokens are kept in `sums` [token][dot][lane]; registers hold the part that
 // is being added, for at most D::kFlush k-steps.
 
-constexpr int kMostTokens = 6;  // tokens that share the decoding of a k-step
+constexpr int kMaxTokens = 6;  // tokens that share the decoding of a k-step
 constexpr int64_t kPanelTokens = 64;
 constexpr int64_t kStepBytes = kTileLanes * layout::kTileStepK;
 constexpr int64_t kStepMultiple = 16;  // a tile has a multiple of so many k-steps
@@ -33,7 +33,7 @@ struct WideOr<D> {
 
 template <class D>
 struct TileSums {
-  alignas(64) int32_t at[kMostTokens][D::kDots][kTileLanes];
+  alignas(64) int32_t at[kMaxTokens][D::kDots][kTileLanes];
 };
 
 // f.template operator()<0>() ... <N - 1>().  Indices that are constants from the start keep arrays
