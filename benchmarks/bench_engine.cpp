@@ -19,7 +19,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-double gmacs_per_second(const KernelTable& table, int64_t n, int64_t k, int64_t tokens,
+double gmacs_per_second(const KernelTable& kernels, int64_t n, int64_t k, int64_t tokens,
                         double seconds) {
   Random random(1);
   std::vector<int8_t> codes(static_cast<std::size_t>(n * k));
@@ -27,22 +27,22 @@ double gmacs_per_second(const KernelTable& table, int64_t n, int64_t k, int64_t 
   std::vector<uint8_t> canonical(static_cast<std::size_t>(n * layout::row_bytes_for(k)));
   engine::pack(codes.data(), n, k, canonical.data());
   engine::Weight weight =
-      engine::tile_weight(nullptr, engine::WeightFormat::kTwoBit, n, k, table.tile_lanes);
+      engine::tile_weight(nullptr, engine::WeightFormat::kTwoBit, n, k, kernels.tile_lanes);
   std::vector<uint8_t> tiles(static_cast<std::size_t>(weight.bytes()));
   weight.data = tiles.data();
-  engine::repack(canonical.data(), weight, table.tile_lanes, tiles.data());
+  engine::repack(canonical.data(), weight, kernels.tile_lanes, tiles.data());
 
   std::vector<float> x(static_cast<std::size_t>(tokens * k)),
       out(static_cast<std::size_t>(tokens * n));
   for (float& v : x) v = random.unit();
-  engine::TokenBuffer rows(table, tokens, k);
-  rows.quantize(table, x.data(), DType::kF32);
+  engine::TokenBuffer rows(kernels, tokens, k);
+  rows.quantize(kernels, x.data(), DType::kF32);
   const float scale = 0.5f;
   const engine::Projection p = engine::make_projection(weight, &scale, 1, DType::kF32, out.data());
   double best = 0, spent = 0;
   while (spent < seconds) {
     const auto start = Clock::now();
-    engine::multiply(table, rows.view(), &p, 1);
+    engine::multiply(kernels, rows.view(), &p, 1);
     const double took = std::chrono::duration<double>(Clock::now() - start).count();
     best = std::max(best, static_cast<double>(n * k * tokens) / took * 1e-9);
     spent += took;
@@ -64,13 +64,13 @@ int main(int argc, char** argv) {
   std::printf("\n");
   std::vector<const bitnet::KernelTable*> tables = bitnet::available_tables();
   if (tables.size() > 1) tables.pop_back();  // plain C++ takes minutes
-  for (const bitnet::KernelTable* table : tables) {
-    if (!bitnet::make_ready(*table)) continue;
+  for (const bitnet::KernelTable* kernels : tables) {
+    if (!bitnet::make_ready(*kernels)) continue;
     for (const auto& [n, k] : kShapes) {
       std::printf("%4d x %-7d", static_cast<int>(n), static_cast<int>(k));
       for (const int64_t m : kTokens)
-        std::printf("%11.1f", gmacs_per_second(*table, n, k, m, seconds));
-      std::printf("  %s\n", table->name);
+        std::printf("%11.1f", gmacs_per_second(*kernels, n, k, m, seconds));
+      std::printf("  %s\n", kernels->name);
       std::fflush(stdout);
     }
   }

@@ -56,14 +56,14 @@ struct Settings {
 // Random bytes under every name that a program asks for.
 class RandomTensors final : public engine::TensorSource {
  public:
-  RandomTensors(const KernelTable& table, int64_t block) : table_(table), block_(block) {}
+  RandomTensors(const KernelTable& kernels, int64_t block) : kernels_(kernels), block_(block) {}
 
   bool has(const std::string&) const override { return false; }
 
   engine::Weight linear(const std::string& name, int64_t rows, int64_t k,
                         engine::Projection& scaled) override {
     engine::Weight w =
-        engine::tile_weight(nullptr, engine::WeightFormat::kTwoBit, rows, k, table_.tile_lanes);
+        engine::tile_weight(nullptr, engine::WeightFormat::kTwoBit, rows, k, kernels_.tile_lanes);
     w.data = some_bytes(w.bytes());
     bytes_[name.substr(name.find('.') + 1)] = w.bytes();
     macs += rows * k;
@@ -128,7 +128,7 @@ class RandomTensors final : public engine::TensorSource {
   int64_t macs = 0, head_bytes = 0;
 
  private:
-  const KernelTable& table_;
+  const KernelTable& kernels_;
   int64_t block_;
   std::map<int64_t, const float*> signs_;
   Random random_{3};
@@ -175,8 +175,8 @@ struct Bench {
   std::vector<engine::StateStep> steps;
   std::vector<int64_t> query_start, lengths, blocks, positions, slots, logit_rows;
 
-  Bench(const KernelTable& table, const Settings& s)
-      : tensors(table, s.sizes.block), program(program_text(s), tensors, table) {
+  Bench(const KernelTable& kernels, const Settings& s)
+      : tensors(kernels, s.sizes.block), program(program_text(s), tensors, kernels) {
     cut(s);
     if (!program.kept().empty()) hold_states();
     Random random(4);
@@ -282,7 +282,7 @@ void report(const Bench& bench, const Settings& s, int64_t partitions) {
   for (int i = 0; i < 200; ++i) {
     int32_t sink = 0;
     const auto start = std::chrono::steady_clock::now();
-    const auto done = static_cast<double>(bench.program.table().probe_int8_peak(2000, &sink));
+    const auto done = static_cast<double>(bench.program.kernels().probe_int8_peak(2000, &sink));
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
     peak = std::max(peak, done / took.count());
   }
@@ -307,12 +307,12 @@ int main(int argc, char** argv) {
   s.vocab = number(5, s.vocab);
   s.steps = number(6, s.steps);
   const std::string isa = argc > 7 ? argv[7] : bitnet::available_tables().front()->name;
-  for (const bitnet::KernelTable* table : bitnet::available_tables()) {
-    if (isa != table->name || !bitnet::make_ready(*table)) continue;
-    std::printf("%s, %s, %d tokens behind %d positions, %d layers, head of %d rows\n", table->name,
-                s.sizes.name, static_cast<int>(s.streams), static_cast<int>(s.context),
-                static_cast<int>(s.layers), static_cast<int>(s.vocab));
-    const Bench bench(*table, s);
+  for (const bitnet::KernelTable* kernels : bitnet::available_tables()) {
+    if (isa != kernels->name || !bitnet::make_ready(*kernels)) continue;
+    std::printf("%s, %s, %d tokens behind %d positions, %d layers, head of %d rows\n",
+                kernels->name, s.sizes.name, static_cast<int>(s.streams),
+                static_cast<int>(s.context), static_cast<int>(s.layers), static_cast<int>(s.vocab));
+    const Bench bench(*kernels, s);
     const char* plan = std::getenv("BENCH_STEP_PLAN");
     report(bench, s, plan == nullptr ? 2 : std::max(1, std::atoi(plan)));
     if (plan == nullptr || std::atoi(plan) > 2) continue;

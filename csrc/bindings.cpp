@@ -30,7 +30,7 @@ namespace {
 
 std::vector<std::string> names(const std::vector<const bitnet::KernelTable*>& tables) {
   std::vector<std::string> list;
-  for (const auto* table : tables) list.emplace_back(table->name);
+  for (const auto* kernels : tables) list.emplace_back(kernels->name);
   return list;
 }
 
@@ -52,13 +52,13 @@ std::map<std::string, bool> cpu_features() {
 
 py::list kernel_table() {
   py::list rows;
-  for (const auto* table : bitnet::all_tables()) {
+  for (const auto* kernels : bitnet::all_tables()) {
     py::dict row;
-    row["isa"] = table->name;
-    row["description"] = table->description;
-    row["required"] = feature_list(table->required);
-    row["missing"] = feature_list(table->required & ~bitnet::cpu_features());
-    row["available"] = bitnet::runs_here(*table);
+    row["isa"] = kernels->name;
+    row["description"] = kernels->description;
+    row["required"] = feature_list(kernels->required);
+    row["missing"] = feature_list(kernels->required & ~bitnet::cpu_features());
+    row["available"] = bitnet::runs_here(*kernels);
     rows.append(row);
   }
   return rows;
@@ -101,7 +101,7 @@ py::tuple packed_shape(const std::string& name, int64_t out_features, int64_t in
     throw py::value_error("packed_shape: expected features from 0 to 2^40 and at most 16 lanes");
   for (const auto& layout : bitnet::layout::kWeightLayouts) {
     if (name != layout.name) continue;
-    if (lanes == 0) lanes = bitnet::kernels().tile_lanes;
+    if (lanes == 0) lanes = bitnet::active_kernels().tile_lanes;
     const auto shape = layout.shape(out_features, in_features, lanes);
     py::tuple sizes(shape.dimensions);
     for (int64_t i = 0; i < shape.dimensions; ++i) sizes[i] = shape.size[i];
@@ -146,7 +146,7 @@ py::dict product_plan(const std::string& name, int64_t out_features, int64_t in_
                       int64_t tokens, int64_t threads, bool grouped) {
   check_sizes("product_plan", {out_features, in_features, tokens, threads});
   const auto plan =
-      bitnet::engine::plan_matrix(bitnet::kernels(), layout_named("product_plan", name),
+      bitnet::engine::plan_matrix(bitnet::active_kernels(), layout_named("product_plan", name),
                                   out_features, in_features, grouped, tokens, threads);
   py::dict row;
   row["algorithm"] = plan.algorithm->name;
@@ -166,7 +166,7 @@ py::dict product_times(const std::string& name, int64_t tokens, bool grouped) {
                                    .block_rows = 1,
                                    .grouped = grouped};
   py::dict seconds;
-  for (const auto& time : bitnet::engine::time_products(bitnet::kernels(), shape))
+  for (const auto& time : bitnet::engine::time_products(bitnet::active_kernels(), shape))
     seconds[time.row->name] = std::min(time.seconds[0], time.seconds[1]);
   return seconds;
 }
@@ -197,7 +197,8 @@ py::dict build_info() {
 
 PYBIND11_MODULE(_runtime, m) {
   m.doc() = "Dispatch state, CPU features and file reader of bitnet_ops; knows no torch.";
-  m.def("isa", [] { return std::string(bitnet::kernels().name); }, "Name of the ISA in use.");
+  m.def(
+      "isa", [] { return std::string(bitnet::active_kernels().name); }, "Name of the ISA in use.");
   m.def("force_isa", &bitnet::force_isa, py::arg("name"),
         "Use an available ISA by name; an empty name means automatic choice.");
   m.def(
@@ -212,7 +213,7 @@ PYBIND11_MODULE(_runtime, m) {
   m.def("kernel_table", &kernel_table,
         "One row per ISA: features it needs, those missing, available.");
   m.def(
-      "tile_lanes", [] { return bitnet::kernels().tile_lanes; },
+      "tile_lanes", [] { return bitnet::active_kernels().tile_lanes; },
       "32-bit lanes of the CPU-specific weight layouts of the ISA in use.");
   m.def("layouts", &layouts, "The layouts of ternary weights by name, and their geometry.");
   m.def("packed_shape", &packed_shape, py::arg("layout"), py::arg("out_features"),

@@ -57,14 +57,14 @@ uint64_t probe_read(uintptr_t data_ptr, int64_t nbytes, int64_t streams, int64_t
         std::to_string(nbytes) + ", " + std::to_string(streams) + " and " +
         std::to_string(distance));
   }
-  const bitnet::KernelTable& table = bitnet::kernels();
+  const bitnet::KernelTable& kernels = bitnet::active_kernels();
   const auto* data = reinterpret_cast<const uint8_t*>(data_ptr);
   constexpr int64_t kPage = 4096;
   std::atomic<uint64_t> checksum{0};
   bitnet::parallel_ranges(
       nbytes / kPage, kPage, bitnet::kMinElements, [&](int64_t begin, int64_t end) {
         checksum ^=
-            table.probe_read(data + begin * kPage, (end - begin) * kPage, streams, distance);
+            kernels.probe_read(data + begin * kPage, (end - begin) * kPage, streams, distance);
       });
   return checksum.load();
 }
@@ -75,13 +75,13 @@ int64_t probe_int8_peak(int64_t iterations) {
                                 std::to_string(kMaxIterations) + ", got " +
                                 std::to_string(iterations));
   }
-  const bitnet::KernelTable& table = bitnet::kernels();
+  const bitnet::KernelTable& kernels = bitnet::active_kernels();
   const int64_t partitions = bitnet::partitions_for(1 << 20, int64_t{1} << 40, 1);
   std::atomic<int64_t> macs{0};
   std::atomic<int32_t> sink{0};
   bitnet::run_partitions(partitions, [&](int64_t) {
     int32_t local = 0;
-    if (iterations > 0) macs += table.probe_int8_peak(iterations, &local);
+    if (iterations > 0) macs += kernels.probe_int8_peak(iterations, &local);
     sink ^= local;
   });
   return macs.load();

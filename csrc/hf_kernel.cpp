@@ -19,7 +19,7 @@ BITNET_EXPORTED int64_t bitnet_packed_shape(const char* name, int64_t out_featur
                                             int64_t in_features, int64_t* sizes) {
   for (const auto& layout : bitnet::layout::kWeightLayouts) {
     if (std::strcmp(name, layout.name) != 0) continue;
-    const auto shape = layout.shape(out_features, in_features, bitnet::kernels().tile_lanes);
+    const auto shape = layout.shape(out_features, in_features, bitnet::active_kernels().tile_lanes);
     for (int64_t i = 0; i < shape.dimensions; ++i) sizes[i] = shape.size[i];
     return shape.dimensions;
   }
@@ -44,5 +44,5 @@ BITNET_EXPORTED int64_t bitnet_layout_dimensions(const char* name) {
 BITNET_EXPORTED int bitnet_mark_forked() { return bitnet::mark_forked() ? 1 : 0; }
 
 // The instruction set in use.
-BITNET_EXPORTED const char* bitnet_isa() { return bitnet::kernels().name; }
+BITNET_EXPORTED const char* bitnet_isa() { return bitnet::active_kernels().name; }
 }

@@ -52,15 +52,15 @@ void AttentionPlan::add_page_counts(int64_t layers) const {
   for (size_t s = 0; s < pages_read_.size(); ++s) counts[s].first += pages_read_[s];
 }
 
-void AttentionPlan::choose(const KernelTable& table, const AttentionBuffers& buffers, int64_t begin,
-                           int64_t end, float* shared, float* own) const {
-  PageChooser(cut_, table, buffers.pool, buffers.query, shared, pages_read_.data(), own)
+void AttentionPlan::choose(const KernelTable& kernels, const AttentionBuffers& buffers,
+                           int64_t begin, int64_t end, float* shared, float* own) const {
+  PageChooser(cut_, kernels, buffers.pool, buffers.query, shared, pages_read_.data(), own)
       .choose(begin, end);
 }
 
-void AttentionPlan::run(const KernelTable& table, const AttentionBuffers& buffers, int64_t begin,
+void AttentionPlan::run(const KernelTable& kernels, const AttentionBuffers& buffers, int64_t begin,
                         int64_t end, float* shared, float* own) const {
-  AttentionRun(cut_, access_, table, buffers, shared, own).run(begin, end);
+  AttentionRun(cut_, access_, kernels, buffers, shared, own).run(begin, end);
 }
 
 void AttentionPlans::add(const AttentionShape& shape, const Sequences& sequences, int64_t threads) {
@@ -86,7 +86,7 @@ void AttentionPlans::prepare(float* shared) const {
 
 void attend(const AttentionShape& shape, const Sequences& sequences,
             const AttentionBuffers& buffers) {
-  const KernelTable& table = kernels();
+  const KernelTable& kernels = active_kernels();
   thread_local AttentionPlan plan;  // for its memory
   const int64_t max_partitions =
       partitions_for(kMaxPartitions, attention_work(shape, sequences), kMinElements);
@@ -99,7 +99,7 @@ void attend(const AttentionShape& shape, const Sequences& sequences,
   if (const int64_t choices = plan.choices(); choices > 0) {
     const int64_t parts = std::min(partitions, choices);
     run_partitions(parts, [&](int64_t p) {
-      tasks.choose(table, buffers, partition_begin(choices, parts, p),
+      tasks.choose(kernels, buffers, partition_begin(choices, parts, p),
                    partition_begin(choices, parts, p + 1), shared.get(), threads.get() + p * own);
     });
   }
@@ -108,10 +108,10 @@ void attend(const AttentionShape& shape, const Sequences& sequences,
     float* mine = threads.get() + p * own;
     // equal tasks: a sequential stream for each thread; then the dear ones first
     const int64_t split = tasks.split_tasks();
-    tasks.run(table, buffers, partition_begin(split, partitions, p),
+    tasks.run(kernels, buffers, partition_begin(split, partitions, p),
               partition_begin(split, partitions, p + 1), shared.get(), mine);
     for (int64_t i = next++; i < tasks.tasks(); i = next++)
-      tasks.run(table, buffers, i, i + 1, shared.get(), mine);
+      tasks.run(kernels, buffers, i, i + 1, shared.get(), mine);
   });
   page_counts().clear();
   plan.add_page_counts(1);

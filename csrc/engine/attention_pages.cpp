@@ -23,10 +23,10 @@ int64_t PageChooser::floats(const AttentionCut& cut) {
   return memory.used() / static_cast<int64_t>(sizeof(float));
 }
 
-PageChooser::PageChooser(const AttentionCut& cut, const KernelTable& table, const CachePool& pool,
+PageChooser::PageChooser(const AttentionCut& cut, const KernelTable& kernels, const CachePool& pool,
                          const void* query, float* shared, int64_t* pages_read, float* own)
     : cut_(cut),
-      table_(table),
+      kernels_(kernels),
       pool_(pool),
       query_(query),
       shared_(shared),
@@ -58,9 +58,9 @@ void PageChooser::choose_together(size_t first, size_t last) const {
       const int64_t at =
           ((cut_.choosing(i).token + t) * cut_.shape().kv_heads + cut_.choosing(i).kv_head) *
           cut_.rows_per_token() * dim;
-      table_.load_row(cut_.shape().query_type,
-                      offset_bytes(query_, at * element_size(cut_.shape().query_type)),
-                      cut_.rows_per_token() * dim, memory_.queries);
+      kernels_.load_row(cut_.shape().query_type,
+                        offset_bytes(query_, at * element_size(cut_.shape().query_type)),
+                        cut_.rows_per_token() * dim, memory_.queries);
       add_queries(memory_.queries, cut_.rows_per_token(), dim, cut_.shape().scale, sums);
     }
   }
@@ -86,8 +86,8 @@ void PageChooser::choose_together(size_t first, size_t last) const {
       for (int64_t p = 0; p < ahead; ++p) {
         for (int64_t at = 0; at < 4 * dim; at += 64) __builtin_prefetch(next[p] + offset + at);
       }
-      table_.score_rows(memory_.sums + row * tokens * 2 * dim, tokens, rows, count, 2 * dim,
-                        memory_.scores + row * tokens * stride + page, stride);
+      kernels_.score_rows(memory_.sums + row * tokens * 2 * dim, tokens, rows, count, 2 * dim,
+                          memory_.scores + row * tokens * stride + page, stride);
     }
   }
   for (size_t i = first; i < last; ++i) {
@@ -103,7 +103,7 @@ void PageChooser::list_choice(const Group& group, float* scores, Piece* choice) 
   int64_t read = 0;
   for (int64_t t = 0; t < group.tokens; ++t) {
     const int64_t count =
-        choose_pages(table_, cut_.shape().policy, cut_.rows_per_token(),
+        choose_pages(kernels_, cut_.shape().policy, cut_.rows_per_token(),
                      scores + t * attention_padded(cut_.max_pages()),
                      (group.position + t) / kAttentionChunk + 1, memory_.pages, memory_.ids);
     for (int64_t i = 0; i < count; ++i) memory_.tokens[memory_.ids[i]] |= uint64_t{1} << t;

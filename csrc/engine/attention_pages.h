@@ -19,7 +19,7 @@ class PageChooser {
 
   // pool: of the layer; query: [tokens, heads, dim]. pages_read [sequences]: how many pages their
   // groups read, which is added to.
-  PageChooser(const AttentionCut& cut, const KernelTable& table, const CachePool& pool,
+  PageChooser(const AttentionCut& cut, const KernelTable& kernels, const CachePool& pool,
               const void* query, float* shared, int64_t* pages_read, float* own);
 
   // Choices [begin, end).
@@ -39,7 +39,7 @@ class PageChooser {
   void list_choice(const Group& group, float* scores, Piece* choice) const;
 
   const AttentionCut& cut_;
-  const KernelTable& table_;
+  const KernelTable& kernels_;
   const CachePool& pool_;
   const void* query_;
   float* shared_;

@@ -40,11 +40,11 @@ int64_t AttentionRun::floats(const AttentionCut& cut, const PoolAccess& access) 
 }
 
 AttentionRun::AttentionRun(const AttentionCut& cut, const PoolAccess& access,
-                           const KernelTable& table, const AttentionBuffers& buffers, float* shared,
-                           float* own)
+                           const KernelTable& kernels, const AttentionBuffers& buffers,
+                           float* shared, float* own)
     : cut_(cut),
       shape_(cut.shape()),
-      table_(table),
+      kernels_(kernels),
       buffers_(buffers),
       shared_(shared),
       memory_(take(cut, access, own)),
@@ -67,20 +67,20 @@ void AttentionRun::load_query(const Group& group) const {
     const void* from = offset_bytes(buffers_.query, first * element_size(shape_.query_type));
     if (query.rows != nullptr) {
       const bool floats = shape_.query_type == DType::kF32;
-      if (!rounds || !floats) table_.load_row(shape_.query_type, from, n, query.rows + t * n);
+      if (!rounds || !floats) kernels_.load_row(shape_.query_type, from, n, query.rows + t * n);
       const float* loaded = floats ? static_cast<const float*>(from) : query.rows + t * n;
       for (int64_t h = 0; rounds && h < cut_.rows_per_token(); ++h) {
         float* q = query.rows + t * n + h * dim;
-        table_.store_cache_row(shape_.pool.type, loaded + h * dim, dim, row);
-        table_.load_row(shape_.pool.type, row, dim, q);
+        kernels_.store_cache_row(shape_.pool.type, loaded + h * dim, dim, row);
+        kernels_.load_row(shape_.pool.type, row, dim, q);
       }
       continue;
     }
     for (int64_t h = 0; h < cut_.rows_per_token(); ++h) {
       const int64_t r = t * cut_.rows_per_token() + h;
-      table_.load_row(shape_.query_type,
-                      offset_bytes(from, h * dim * element_size(shape_.query_type)), dim, row);
-      query.scale[r] = table_.quantize_query(row, dim, padded, query.wide + r * padded);
+      kernels_.load_row(shape_.query_type,
+                        offset_bytes(from, h * dim * element_size(shape_.query_type)), dim, row);
+      query.scale[r] = kernels_.quantize_query(row, dim, padded, query.wide + r * padded);
     }
   }
 }
@@ -93,8 +93,8 @@ void AttentionRun::store_out(const Group& group, const float* states) const {
     void* to = offset_bytes(buffers_.out, at * element_size(shape_.query_type));
     const bool floats = shape_.query_type == DType::kF32;
     float* finished = floats ? static_cast<float*>(to) : memory_.row;
-    table_.finish_attention(shape_.dim, states + r * cut_.state_floats(), finished);
-    if (!floats) table_.store_row(shape_.query_type, finished, shape_.dim, to);
+    kernels_.finish_attention(shape_.dim, states + r * cut_.state_floats(), finished);
+    if (!floats) kernels_.store_row(shape_.query_type, finished, shape_.dim, to);
   }
 }
 
@@ -130,7 +130,7 @@ void AttentionRun::attend(const Group& group, const Piece& piece, const Next& ne
   reader_.fill(group, piece, next, read, chunk);
   if (piece.kind == Piece::kWindow) chunk.first_hidden = chunk.first_visible - shape_.policy.window;
   if (!cut_.reads_by_token(group)) states += first * cut_.state_floats();
-  table_.attend_chunk(chunk, memory_.scratch, states);
+  kernels_.attend_chunk(chunk, memory_.scratch, states);
 }
 
 AttentionRun::Query AttentionRun::rows_of_tokens(uint64_t tokens) const {
@@ -161,7 +161,7 @@ void AttentionRun::merge_tokens(uint64_t tokens, const float* later, uint64_t& b
   for (uint64_t left = tokens; left != 0; left &= left - 1, later += floats) {
     float* to = states + std::countr_zero(left) * floats;
     if ((begun & left & -left) != 0) {
-      table_.merge_attention(cut_.rows_per_token(), shape_.dim, later, to);
+      kernels_.merge_attention(cut_.rows_per_token(), shape_.dim, later, to);
     } else {
       std::copy_n(later, floats, to);
     }
@@ -179,7 +179,7 @@ void AttentionRun::merge(const Group& group, int64_t piece, const float* later,
   if (piece_of(group, 0).kind == Piece::kWindow)
     others = std::clamp(cut_.rows_up_to(group, piece_of(group, piece - 1)), begin, end);
   const int64_t at = begin * cut_.state_floats(), first = others * cut_.state_floats();
-  table_.merge_attention(others - begin, shape_.dim, later + at, states + at);
+  kernels_.merge_attention(others - begin, shape_.dim, later + at, states + at);
   std::copy(later + first, later + end * cut_.state_floats(), states + first);
 }
 

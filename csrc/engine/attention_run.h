@@ -20,7 +20,7 @@ class AttentionRun {
   // Memory of a thread.
   static int64_t floats(const AttentionCut& cut, const PoolAccess& access);
 
-  AttentionRun(const AttentionCut& cut, const PoolAccess& access, const KernelTable& table,
+  AttentionRun(const AttentionCut& cut, const PoolAccess& access, const KernelTable& kernels,
                const AttentionBuffers& buffers, float* shared, float* own);
 
   // Tasks [begin, end).
@@ -60,7 +60,7 @@ class AttentionRun {
 
   const AttentionCut& cut_;
   const AttentionShape& shape_;
-  const KernelTable& table_;
+  const KernelTable& kernels_;
   const AttentionBuffers& buffers_;
   float* shared_;
   Memory memory_;

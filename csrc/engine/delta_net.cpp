@@ -13,10 +13,10 @@ namespace {
 // Of the norms of queries and keys, which are of length 1: x / sqrt(sum(x^2) + eps).
 constexpr float kLengthEps = 1e-6f;
 
-void load_channels(const KernelTable& table, const DeltaRows& rows, int64_t channels, int64_t token,
-                   int64_t channel, int64_t n, float* to) {
+void load_channels(const KernelTable& kernels, const DeltaRows& rows, int64_t channels,
+                   int64_t token, int64_t channel, int64_t n, float* to) {
   const int64_t at = (token * channels + channel) * element_size(rows.type);
-  table.load_row(rows.type, offset_bytes(rows.u, at), n, to);
+  kernels.load_row(rows.type, offset_bytes(rows.u, at), n, to);
 }
 
 }  // namespace
@@ -34,7 +34,7 @@ int64_t DeltaNet::thread_floats() const {
   return std::max((2 * shape_.taps - 1) * head, shape_.slab_floats());
 }
 
-void DeltaNet::mix(const KernelTable& table, const Sequences& s, const StateStep* steps,
+void DeltaNet::mix(const KernelTable& kernels, const Sequences& s, const StateStep* steps,
                    const DeltaStates& states, const DeltaRows& rows, int64_t unit,
                    float* scratch) const {
   const int64_t heads = shape_.heads(), channels = shape_.channels();
@@ -58,13 +58,14 @@ void DeltaNet::mix(const KernelTable& table, const Sequences& s, const StateStep
   const auto ring_row = [&](int64_t i) { return ring + i % shape_.taps * dim; };
   const float* taps[kMaxTaps];
   for (int64_t t = 0; t < tokens; ++t) {
-    load_channels(table, rows, channels, begin + t, channel, dim, ring_row(before + t));
+    load_channels(kernels, rows, channels, begin + t, channel, dim, ring_row(before + t));
     for (int64_t j = 0; j < shape_.taps; ++j) taps[j] = ring_row(t + j);
     float* y = rows.mixed + (head * s.query_start[s.count] + begin + t) * shape_.head_floats();
-    table.conv_silu_row(taps, shape_.taps, weights_.conv + channel, channels, dim, y);
+    kernels.conv_silu_row(taps, shape_.taps, weights_.conv + channel, channels, dim, y);
     if (value >= 0) continue;
     const auto& scale = head < shape_.key_heads ? query_scale_ : key_scale_;
-    table.rms_norm_row(y, scale.data(), dim, kLengthEps / static_cast<float>(dim), DType::kF32, y);
+    kernels.rms_norm_row(y, scale.data(), dim, kLengthEps / static_cast<float>(dim), DType::kF32,
+                         y);
   }
   // what the next step begins with, from the last inputs before the drafts on
   const int64_t first = tokens - step.drafts - before;
@@ -73,14 +74,14 @@ void DeltaNet::mix(const KernelTable& table, const Sequences& s, const StateStep
     if (const int64_t t = first + i; t < 0) {
       std::copy_n(past + (before + t) * dim, dim, to);
     } else {
-      load_channels(table, rows, channels, begin + t, channel, dim, to);
+      load_channels(kernels, rows, channels, begin + t, channel, dim, to);
     }
   }
 }
 
-void DeltaNet::gates(const KernelTable& table, const float* a, const float* b, int64_t head,
+void DeltaNet::gates(const KernelTable& kernels, const float* a, const float* b, int64_t head,
                      int64_t heads, float* decay, float* beta) const {
-  table.delta_gates_row(a, b, weights_.a_log + head, weights_.dt_bias + head, heads, decay, beta);
+  kernels.delta_gates_row(a, b, weights_.a_log + head, weights_.dt_bias + head, heads, decay, beta);
 }
 
 float* DeltaNet::kept(const DeltaStates& states, int64_t slot, int64_t draft, int64_t slab) const {
@@ -88,7 +89,7 @@ float* DeltaNet::kept(const DeltaStates& states, int64_t slot, int64_t draft, in
   return states.kept + slot * states.kept_slot + at * shape_.kept_floats();
 }
 
-void DeltaNet::rule(const KernelTable& table, const Sequences& s, const StateStep* steps,
+void DeltaNet::rule(const KernelTable& kernels, const Sequences& s, const StateStep* steps,
                     const DeltaStates& states, const DeltaRows& rows, int64_t unit,
                     float* scratch) const {
   const int64_t slabs = shape_.slabs(), of_sequence = shape_.value_heads * slabs;
@@ -101,7 +102,7 @@ void DeltaNet::rule(const KernelTable& table, const Sequences& s, const StateSte
   if (s.start(sequence) == 0) std::fill_n(state, shape_.slab_floats(), 0.0f);
   for (int64_t r = 0; r < step.replays; ++r) {
     const float* from = kept(states, step.slot, r, slab);
-    table.delta_replay(from, from + dim, from[dim + kStateColumns], dim, state);
+    kernels.delta_replay(from, from + dim, from[dim + kStateColumns], dim, state);
   }
   const auto job_from = [&](int64_t token, int64_t tokens, float* to) {
     const auto row = [&](int64_t h) {
@@ -123,14 +124,14 @@ void DeltaNet::rule(const KernelTable& table, const Sequences& s, const StateSte
                     .errors = nullptr,
                     .error_stride = 0};
   };
-  table.delta_rule(job_from(begin, certain, state));
+  kernels.delta_rule(job_from(begin, certain, state));
   if (step.drafts == 0) return;
   std::copy_n(state, shape_.slab_floats(), scratch);
   DeltaJob job = job_from(begin + certain, step.drafts, scratch);
   float* to = kept(states, step.slot, 0, slab);
   job.errors = to + dim;
   job.error_stride = of_sequence * shape_.kept_floats();
-  table.delta_rule(job);
+  kernels.delta_rule(job);
   for (int64_t d = 0; d < step.drafts; ++d) {
     float* entry = to + d * job.error_stride;
     std::copy_n(job.k + d * job.row_stride, dim, entry);
@@ -140,7 +141,7 @@ void DeltaNet::rule(const KernelTable& table, const Sequences& s, const StateSte
 
 void delta_net(const DeltaNet& net, const Sequences& s, const StateStep* steps,
                const DeltaStates& states, const DeltaRows& given, const float* a, const float* b) {
-  const KernelTable& table = kernels();
+  const KernelTable& kernels = active_kernels();
   const DeltaShape& shape = net.shape();
   const int64_t tokens = s.count == 0 ? 0 : s.query_start[s.count], heads = shape.value_heads;
   Scratch<float> mixed(shape.mixed_floats(tokens)), gates(2 * tokens * heads);
@@ -150,16 +151,16 @@ void delta_net(const DeltaNet& net, const Sequences& s, const StateStep* steps,
   rows.beta = gates.get() + tokens * heads;
   parallel_ranges(tokens, heads * 64, kMinElements, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t)
-      net.gates(table, a + t * heads, b + t * heads, 0, heads, rows.decay + t * heads,
+      net.gates(kernels, a + t * heads, b + t * heads, 0, heads, rows.decay + t * heads,
                 rows.beta + t * heads);
   });
   const int64_t each = tokens / std::max(s.count, int64_t{1});
   parallel_rows(
       net.mix_units(s), each * shape.value_dim * 8, net.thread_floats(),
-      [&](int64_t unit, float* own) { net.mix(table, s, steps, states, rows, unit, own); });
+      [&](int64_t unit, float* own) { net.mix(kernels, s, steps, states, rows, unit, own); });
   parallel_rows(
       net.rule_units(s), each * shape.slab_floats(), net.thread_floats(),
-      [&](int64_t unit, float* own) { net.rule(table, s, steps, states, rows, unit, own); });
+      [&](int64_t unit, float* own) { net.rule(kernels, s, steps, states, rows, unit, own); });
 }
 
 }  // namespace bitnet::engine

@@ -85,14 +85,14 @@ class DeltaNet {
   int64_t thread_floats() const;
 
   // Unit: a head of queries, keys or values of a sequence.
-  void mix(const KernelTable& table, const Sequences& s, const StateStep* steps,
+  void mix(const KernelTable& kernels, const Sequences& s, const StateStep* steps,
            const DeltaStates& states, const DeltaRows& rows, int64_t unit, float* scratch) const;
   // Unit: a slab of a value head of a sequence.
-  void rule(const KernelTable& table, const Sequences& s, const StateStep* steps,
+  void rule(const KernelTable& kernels, const Sequences& s, const StateStep* steps,
             const DeltaStates& states, const DeltaRows& rows, int64_t unit, float* scratch) const;
   // Rows [begin, end) of decay and beta from a and b [rows, value_heads].
-  void gates(const KernelTable& table, const float* a, const float* b, int64_t head, int64_t heads,
-             float* decay, float* beta) const;
+  void gates(const KernelTable& kernels, const float* a, const float* b, int64_t head,
+             int64_t heads, float* decay, float* beta) const;
 
  private:
   float* kept(const DeltaStates& states, int64_t slot, int64_t draft, int64_t slab) const;

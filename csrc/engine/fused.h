@@ -15,7 +15,7 @@ struct Norm {
 
 // row -> rms_norm(row), in place, rounded as a stored tensor of `type` would be; unchanged where
 // there is no norm.
-void apply_norm(const KernelTable& table, const Norm& norm, DType type, int64_t n, float* row);
+void apply_norm(const KernelTable& kernels, const Norm& norm, DType type, int64_t n, float* row);
 
 // Every token of x normalised, quantised, and multiplied by all projections.
 void norm_and_multiply(const Rows& x, const Norm& norm, const Projection* projections,

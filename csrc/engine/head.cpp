@@ -47,11 +47,11 @@ void embed_int4(const HeadView& head, int64_t id, float* out) {
 }
 
 // out [k] = row `id` as float32.
-void embed_row(const KernelTable& table, const HeadView& head, int64_t id, float* out) {
+void embed_row(const KernelTable& kernels, const HeadView& head, int64_t id, float* out) {
   switch (head.format) {
     case HeadFormat::kDense:
-      return table.load_row(head.type, offset_bytes(head.weight, id * head.row_bytes()), head.k,
-                            out);
+      return kernels.load_row(head.type, offset_bytes(head.weight, id * head.row_bytes()), head.k,
+                              out);
     case HeadFormat::kInt8:
       return embed_int8(head, id, out);
     case HeadFormat::kInt4:
@@ -73,7 +73,7 @@ void store_head4_row(const uint8_t* codes, int64_t count, int64_t r, uint8_t* ti
 }
 
 // Quantises the rows of one tile; `codes` and `scales` are scratch for one row.
-bool quantize_tile(const KernelTable& table, const Rows& w, int64_t tile, int64_t group,
+bool quantize_tile(const KernelTable& kernels, const Rows& w, int64_t tile, int64_t group,
                    float* buffer, uint8_t* codes, uint16_t* scales, uint8_t* packed,
                    uint16_t* packed_scales) {
   const int64_t groups = (w.width + group - 1) / group;
@@ -81,8 +81,8 @@ bool quantize_tile(const KernelTable& table, const Rows& w, int64_t tile, int64_
   for (int64_t r = 0; r < layout::kHeadTileRows; ++r) {
     const int64_t n = tile * layout::kHeadTileRows + r;
     if (n < w.count) {
-      table.load_row(w.type, w.at(n), w.width, buffer);
-      finite &= table.head_quantize_int4(buffer, w.width, group, codes, scales) == 0.0f;
+      kernels.load_row(w.type, w.at(n), w.width, buffer);
+      finite &= kernels.head_quantize_int4(buffer, w.width, group, codes, scales) == 0.0f;
     } else {
       std::fill_n(codes, groups * group, uint8_t{8});
       std::fill_n(scales, groups, uint16_t{0});
@@ -163,39 +163,41 @@ HeadInput bind_head_input(const HeadView& head, int64_t tokens, void* memory) {
   return input;
 }
 
-void prepare_head_token(const KernelTable& table, const HeadView& head, const float* x, int64_t m,
+void prepare_head_token(const KernelTable& kernels, const HeadView& head, const float* x, int64_t m,
                         const HeadInput& input) {
   if (head.format == HeadFormat::kDense) {
     std::memcpy(input.dense + m * head.k, x, static_cast<size_t>(head.k) * sizeof(float));
     return;
   }
-  if (head.format == HeadFormat::kTernary) return input.ternary.quantize(table, x, m);
+  if (head.format == HeadFormat::kTernary) return input.ternary.quantize(kernels, x, m);
   HeadToken& token = input.tokens[m];
   // The buffers are the caller's; HeadToken is how the kernels see them, hence its const.
   auto* sums = const_cast<int32_t*>(token.sums);
-  token.scale = table.head_quantize_token(
+  token.scale = kernels.head_quantize_token(
       x, head.k, input.padded_k, const_cast<int16_t*>(token.wide), const_cast<int8_t*>(token.high),
       const_cast<int8_t*>(token.low), sums);
   token.sum = 0;
   for (int64_t i = 0; i < input.padded_k / 64; ++i) token.sum += sums[i];
 }
 
-void head_rows(const KernelTable& table, const HeadView& head, int64_t row_begin, int64_t row_end,
+void head_rows(const KernelTable& kernels, const HeadView& head, int64_t row_begin, int64_t row_end,
                const HeadInput& input, int64_t tokens, float* out, int64_t out_stride) {
   switch (head.format) {
     case HeadFormat::kDense:
-      return table.head_dense(input.dense, tokens, head.type, head.weight, head.k, row_begin,
-                              row_end, head.ahead, out, out_stride);
+      return kernels.head_dense(input.dense, tokens, head.type, head.weight, head.k, row_begin,
+                                row_end, head.ahead, out, out_stride);
     case HeadFormat::kInt8:
-      return table.head_int8(static_cast<const int8_t*>(head.weight),
-                             static_cast<const float*>(head.scale), head.k, row_begin, row_end,
-                             input.tokens, tokens, head.ahead, out, out_stride);
+      return kernels.head_int8(static_cast<const int8_t*>(head.weight),
+                               static_cast<const float*>(head.scale), head.k, row_begin, row_end,
+                               input.tokens, tokens, head.ahead, out, out_stride);
     case HeadFormat::kInt4:
-      return table.head_int4(static_cast<const uint8_t*>(head.weight),
-                             static_cast<const uint16_t*>(head.scale), head.groups(), head.group,
-                             row_begin, row_end, input.tokens, tokens, head.ahead, out, out_stride);
+      return kernels.head_int4(static_cast<const uint8_t*>(head.weight),
+                               static_cast<const uint16_t*>(head.scale), head.groups(), head.group,
+                               row_begin, row_end, input.tokens, tokens, head.ahead, out,
+                               out_stride);
     case HeadFormat::kTernary:
-      return ternary_rows(table, head, row_begin, row_end, input.ternary, tokens, out, out_stride);
+      return ternary_rows(kernels, head, row_begin, row_end, input.ternary, tokens, out,
+                          out_stride);
   }
 }
 
@@ -210,18 +212,18 @@ void measure_bytes(const HeadView& head, int64_t m, const HeadInput& input) {
   token.low_length = 1.000001f * std::sqrt(static_cast<float>(squares));  // rounded up
 }
 
-bool has_bounds(const KernelTable& table, const HeadView& head, int64_t tokens) {
+bool has_bounds(const KernelTable& kernels, const HeadView& head, int64_t tokens) {
   return head.format == HeadFormat::kInt8 && head.rows <= UINT32_MAX &&
-         tokens >= table.head_bound_tokens;
+         tokens >= kernels.head_bound_tokens;
 }
 
-int64_t largest_rows(const KernelTable& table, const HeadView& head, int64_t row_begin,
+int64_t largest_rows(const KernelTable& kernels, const HeadView& head, int64_t row_begin,
                      int64_t row_end, const HeadInput& input, int64_t tokens,
                      const Largest& largest, float* out, int64_t out_stride) {
   constexpr float kNone = -std::numeric_limits<float>::infinity();
   const int64_t rows = row_end - row_begin;
-  table.head_bound(static_cast<const int8_t*>(head.weight), static_cast<const float*>(head.scale),
-                   head.k, row_begin, row_end, input.tokens, tokens, out, out_stride);
+  kernels.head_bound(static_cast<const int8_t*>(head.weight), static_cast<const float*>(head.scale),
+                     head.k, row_begin, row_end, input.tokens, tokens, out, out_stride);
   int64_t count = 0;
   for (int64_t m = 0; m < tokens; ++m) {
     float* const bounds = out + m * out_stride;
@@ -237,10 +239,10 @@ int64_t largest_rows(const KernelTable& table, const HeadView& head, int64_t row
     float threshold = best_only ? best_so_far() : heap.front();
     // v with its noise: a bound stays one, for the sum grows with it
     const auto add_noise = [&](const float* v, int64_t n, int64_t row, float* to) {
-      table.add_noise_row(v, n, noise.temperature, noise.key, row, threshold, to);
+      kernels.add_noise_row(v, n, noise.temperature, noise.key, row, threshold, to);
     };
     if (noisy) add_noise(bounds, rows, row_begin, bounds);
-    if (table.max_row(bounds, rows) < threshold) {
+    if (kernels.max_row(bounds, rows) < threshold) {
       std::fill_n(bounds, rows, kNone);
       continue;
     }
@@ -252,7 +254,7 @@ int64_t largest_rows(const KernelTable& table, const HeadView& head, int64_t row
         logit = kNone;
         continue;
       }
-      head_rows(table, head, row_begin + n, row_begin + n + 1, token, 1, &logit, 0);
+      head_rows(kernels, head, row_begin + n, row_begin + n + 1, token, 1, &logit, 0);
       ++count;
       if (logit != logit) continue;
       if (best_only) {
@@ -273,33 +275,33 @@ int64_t largest_rows(const KernelTable& table, const HeadView& head, int64_t row
 }
 
 void lm_head(const HeadView& head, const Rows& x, float* logits) {
-  const KernelTable& table = kernels();
+  const KernelTable& kernels = active_kernels();
   Scratch<char> memory(head_input_bytes(head, x.count));
   const HeadInput input = bind_head_input(head, x.count, memory.get());
   parallel_rows(x.count, head.k, head.k, [&](int64_t m, float* row) {
-    table.load_row(x.type, x.at(m), head.k, row);
-    prepare_head_token(table, head, row, m, input);
+    kernels.load_row(x.type, x.at(m), head.k, row);
+    prepare_head_token(kernels, head, row, m, input);
   });
   const int64_t unit = head.unit_rows(), units = (head.rows + unit - 1) / unit;
   parallel_ranges(units, unit * head.k * x.count, kMinElements, [&](int64_t begin, int64_t end) {
-    head_rows(table, head, begin * unit, std::min(end * unit, head.rows), input, x.count,
+    head_rows(kernels, head, begin * unit, std::min(end * unit, head.rows), input, x.count,
               logits + begin * unit, head.rows);
   });
 }
 
 void embed(const HeadView& head, const int64_t* ids, int64_t count, float* out) {
-  const KernelTable& table = kernels();
+  const KernelTable& kernels = active_kernels();
   parallel_ranges(count, head.k, kMinElements, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) embed_row(table, head, ids[i], out + i * head.k);
+    for (int64_t i = begin; i < end; ++i) embed_row(kernels, head, ids[i], out + i * head.k);
   });
 }
 
 int64_t quantize_head_int8(const Rows& w, int8_t* codes, float* scales) {
-  const KernelTable& table = kernels();
+  const KernelTable& kernels = active_kernels();
   std::atomic<int64_t> bad_row{-1};
   parallel_rows(w.count, w.width, w.width, [&](int64_t n, float* row) {
-    table.load_row(w.type, w.at(n), w.width, row);
-    scales[n] = table.head_quantize_int8(row, w.width, codes + n * w.width);
+    kernels.load_row(w.type, w.at(n), w.width, row);
+    scales[n] = kernels.head_quantize_int8(row, w.width, codes + n * w.width);
     if (scales[n] != scales[n]) bad_row = n;
   });
   return bad_row;
@@ -308,7 +310,7 @@ int64_t quantize_head_int8(const Rows& w, int8_t* codes, float* scales) {
 int64_t quantize_head_int4(const Rows& w, int64_t group, uint8_t* packed, uint16_t* scales) {
   const int64_t tiles = layout::head_tiles(w.count), groups = (w.width + group - 1) / group;
   const int64_t tile_bytes = groups * group / layout::kHeadStepFeatures * layout::kHeadStepBytes;
-  const KernelTable& table = kernels();
+  const KernelTable& kernels = active_kernels();
   std::atomic<int64_t> bad_row{-1};
   // a row as float32, its codes, and its scales
   const int64_t row_bytes = w.width * 4, code_bytes = (groups * group + 63) / 64 * 64;
@@ -319,7 +321,7 @@ int64_t quantize_head_int4(const Rows& w, int64_t group, uint8_t* packed, uint16
         auto* row = scratch.take<float>(w.width);
         auto* codes = scratch.take<uint8_t>(groups * group);
         auto* row_scales = scratch.take<uint16_t>(groups);
-        if (!quantize_tile(table, w, t, group, row, codes, row_scales, packed + t * tile_bytes,
+        if (!quantize_tile(kernels, w, t, group, row, codes, row_scales, packed + t * tile_bytes,
                            scales + t * groups * layout::kHeadTileRows))
           bad_row = t * layout::kHeadTileRows;
       });

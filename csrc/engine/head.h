@@ -53,18 +53,18 @@ int64_t head_input_bytes(const HeadView& head, int64_t tokens);
 HeadInput bind_head_input(const HeadView& head, int64_t tokens, void* memory);
 
 // Prepares token m from its last hidden state x [k].  Different tokens may be prepared at once.
-void prepare_head_token(const KernelTable& table, const HeadView& head, const float* x, int64_t m,
+void prepare_head_token(const KernelTable& kernels, const HeadView& head, const float* x, int64_t m,
                         const HeadInput& input);
 
 // out[m * out_stride + n - row_begin] = logit of row n for n in [row_begin, row_end); row_begin is
 // a multiple of unit_rows().  Different ranges may be computed at once.
-void head_rows(const KernelTable& table, const HeadView& head, int64_t row_begin, int64_t row_end,
+void head_rows(const KernelTable& kernels, const HeadView& head, int64_t row_begin, int64_t row_end,
                const HeadInput& input, int64_t tokens, float* out, int64_t out_stride);
 
 // What head_bound needs of token m besides.
 void measure_bytes(const HeadView& head, int64_t m, const HeadInput& input);
 // Whether bounds by high bytes of so many tokens' logits are worth making.
-bool has_bounds(const KernelTable& table, const HeadView& head, int64_t tokens);
+bool has_bounds(const KernelTable& kernels, const HeadView& head, int64_t tokens);
 
 // The largest logits of every token so far: only the best, of all threads, or `count` of them, of
 // one thread. Of a token with noise the one that is best with it.
@@ -79,7 +79,7 @@ struct Largest {
 // computed. out as of head_rows: such a logit, or the best alone, a NaN where a logit is one, and
 // else -infinity. A row that was best so far is overwritten once a better one is found. Returns how
 // many logits were computed.
-int64_t largest_rows(const KernelTable& table, const HeadView& head, int64_t row_begin,
+int64_t largest_rows(const KernelTable& kernels, const HeadView& head, int64_t row_begin,
                      int64_t row_end, const HeadInput& input, int64_t tokens,
                      const Largest& largest, float* out, int64_t out_stride);
 
@@ -91,7 +91,7 @@ void embed(const HeadView& head, const int64_t* ids, int64_t count, float* out);
 // The functions above for ternary heads (engine/ternary_head.cpp).
 int64_t ternary_input_bytes(const HeadView& head, int64_t tokens);
 QuantizedTokens bind_ternary_input(const HeadView& head, int64_t tokens, void* memory);
-void ternary_rows(const KernelTable& table, const HeadView& head, int64_t row_begin,
+void ternary_rows(const KernelTable& kernels, const HeadView& head, int64_t row_begin,
                   int64_t row_end, const QuantizedTokens& x, int64_t tokens, float* out,
                   int64_t out_stride);
 void embed_ternary(const HeadView& head, int64_t id, float* out);

@@ -55,11 +55,11 @@ struct Sequences {
 };
 
 // Writes one head's key and value to slot = block * block_size + position.
-void store_cache_rows(const KernelTable& table, const CachePool& pool, int64_t slot, int64_t head,
+void store_cache_rows(const KernelTable& kernels, const CachePool& pool, int64_t slot, int64_t head,
                       const float* key, const float* value);
 
 // Bounds of the keys of page slot / kAttentionChunk; row: 3 * dim floats.
-void bound_page(const KernelTable& table, const CachePool& pool, int64_t page, int64_t head,
+void bound_page(const KernelTable& kernels, const CachePool& pool, int64_t page, int64_t head,
                 float* row);
 // The pages whose last position is among `slots`, whose bounds are therefore to be made.
 void find_filled_pages(const int64_t* slots, int64_t count, std::vector<int64_t>& pages);

@@ -21,33 +21,33 @@ int64_t units_of(const AdapterGroups::Group& group, const LoraWeight& lora) {
 }
 
 // Rows [begin, end) of A x the tokens at places [first, last) of the group.
-void shrink_block(const KernelTable& table, const LoraProjection& p,
+void shrink_block(const KernelTable& kernels, const LoraProjection& p,
                   const AdapterGroups::Group& group, int64_t begin, int64_t end, int64_t first,
                   int64_t last) {
   const LoraWeight& lora = p.weights[group.adapter];
   float* out = p.inner + group.begin * p.max_rank + (first - group.begin) * lora.rank + begin;
-  table.head_dense(p.x + first * p.k, last - first, lora.type, lora.a, p.k, begin, end, p.ahead,
-                   out, lora.rank);
+  kernels.head_dense(p.x + first * p.k, last - first, lora.type, lora.a, p.k, begin, end, p.ahead,
+                     out, lora.rank);
 }
 
 // Outputs [begin, begin + n) of one token: `delta` is what its adapter adds, null: it has none.
 // They stay where nothing is to be added to the residual stream.
-void finish(const KernelTable& table, const LoraProjection& p, int64_t token, int64_t begin,
+void finish(const KernelTable& kernels, const LoraProjection& p, int64_t token, int64_t begin,
             int64_t n, const float* delta) {
   alignas(64) float row[kExpandRows];
   const int64_t at = token * p.rows + begin;
   void* y = offset_bytes(p.y, at * element_size(p.type));
-  table.load_row(p.type, y, n, row);
+  kernels.load_row(p.type, y, n, row);
   if (delta != nullptr) {
-    table.add_row(row, delta, n, row);
-    if (p.residual == nullptr) return table.store_row(p.type, row, n, y);
-    table.round_row(p.type, row, n);
+    kernels.add_row(row, delta, n, row);
+    if (p.residual == nullptr) return kernels.store_row(p.type, row, n, y);
+    kernels.round_row(p.type, row, n);
   }
-  if (p.residual != nullptr) table.add_row(p.residual + at, row, n, p.residual + at);
+  if (p.residual != nullptr) kernels.add_row(p.residual + at, row, n, p.residual + at);
 }
 
 // Outputs [begin, begin + n) of the tokens at places [first, last).
-void expand_block(const KernelTable& table, const AdapterGroups& groups, const LoraProjection& p,
+void expand_block(const KernelTable& kernels, const AdapterGroups& groups, const LoraProjection& p,
                   int64_t first, int64_t last, int64_t begin, int64_t n) {
   alignas(64) float deltas[kExpandTokens * kExpandRows];
   for (const AdapterGroups::Group& group : groups.groups()) {
@@ -56,16 +56,16 @@ void expand_block(const KernelTable& table, const AdapterGroups& groups, const L
     if (from >= to) continue;
     if (lora.rank != 0) {
       const float* x = p.inner + group.begin * p.max_rank + (from - group.begin) * lora.rank;
-      table.dense_tiles(x, to - from, lora.type, lora.b, lora.rank, lora.scaling, begin, begin + n,
-                        deltas, n);
+      kernels.dense_tiles(x, to - from, lora.type, lora.b, lora.rank, lora.scaling, begin,
+                          begin + n, deltas, n);
     }
     for (int64_t place = from; place < to; ++place) {
-      finish(table, p, groups.token(place), begin, n,
+      finish(kernels, p, groups.token(place), begin, n,
              lora.rank == 0 ? nullptr : deltas + (place - from) * n);
     }
   }
   for (int64_t place = std::max(first, groups.with_adapter()); place < last; ++place) {
-    finish(table, p, groups.token(place), begin, n, nullptr);
+    finish(kernels, p, groups.token(place), begin, n, nullptr);
   }
 }
 
@@ -96,7 +96,7 @@ int64_t shrink_units(const AdapterGroups& groups, const LoraProjection& p) {
   return units;
 }
 
-void shrink(const KernelTable& table, const AdapterGroups& groups, const LoraProjection& p,
+void shrink(const KernelTable& kernels, const AdapterGroups& groups, const LoraProjection& p,
             int64_t begin, int64_t end) {
   int64_t offset = 0;  // of the group's units among all
   for (const auto& group : groups.groups()) {
@@ -106,7 +106,7 @@ void shrink(const KernelTable& table, const AdapterGroups& groups, const LoraPro
     for (int64_t unit = std::max(begin - offset, int64_t{0}); unit < last; ++unit) {
       const int64_t row = unit % row_blocks * kShrinkRows;
       const int64_t place = group.begin + unit / row_blocks * kShrinkTokens;
-      shrink_block(table, p, group, row, std::min(row + kShrinkRows, lora.rank), place,
+      shrink_block(kernels, p, group, row, std::min(row + kShrinkRows, lora.rank), place,
                    std::min(place + kShrinkTokens, group.end));
     }
     offset += units;
@@ -118,14 +118,14 @@ int64_t expand_units(const AdapterGroups& groups, const LoraProjection& p) {
   return ceil_div(places, kExpandTokens) * ceil_div(p.rows, kExpandRows);
 }
 
-void expand(const KernelTable& table, const AdapterGroups& groups, const LoraProjection& p,
+void expand(const KernelTable& kernels, const AdapterGroups& groups, const LoraProjection& p,
             int64_t begin, int64_t end) {
   const int64_t places = p.residual == nullptr ? groups.with_adapter() : groups.count();
   const int64_t row_blocks = ceil_div(p.rows, kExpandRows);
   for (int64_t unit = begin; unit < end; ++unit) {
     const int64_t first = unit / row_blocks * kExpandTokens;
     const int64_t row = unit % row_blocks * kExpandRows;
-    expand_block(table, groups, p, first, std::min(first + kExpandTokens, places), row,
+    expand_block(kernels, groups, p, first, std::min(first + kExpandTokens, places), row,
                  std::min(kExpandRows, p.rows - row));
   }
 }

@@ -59,13 +59,13 @@ struct LoraProjection {
 
 // inner = x A^T. A unit: a few rows of A x a block of a group's tokens.
 int64_t shrink_units(const AdapterGroups& groups, const LoraProjection& p);
-void shrink(const KernelTable& table, const AdapterGroups& groups, const LoraProjection& p,
+void shrink(const KernelTable& kernels, const AdapterGroups& groups, const LoraProjection& p,
             int64_t begin, int64_t end);
 
 // y = round(y + (inner B^T) * scaling), then residual += y, of tokens without an adapter too.
 // A unit: a block of places x a block of rows.
 int64_t expand_units(const AdapterGroups& groups, const LoraProjection& p);
-void expand(const KernelTable& table, const AdapterGroups& groups, const LoraProjection& p,
+void expand(const KernelTable& kernels, const AdapterGroups& groups, const LoraProjection& p,
             int64_t begin, int64_t end);
 
 }  // namespace bitnet::engine

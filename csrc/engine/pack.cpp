@@ -172,11 +172,11 @@ int64_t unpack(const uint8_t* packed, int64_t n, int64_t k, int8_t* codes) {
 }
 
 bool quantize_weights(const Rows& weight, int8_t* codes, float* scale) {
-  const KernelTable& table = kernels();
+  const KernelTable& kernels = active_kernels();
   const int64_t n = weight.count, k = weight.width;
   Scratch<double> row_sums(n);
   parallel_rows(n, k, k, [&](int64_t r, float* row) {
-    table.load_row(weight.type, weight.at(r), k, row);
+    kernels.load_row(weight.type, weight.at(r), k, row);
     row_sums.get()[r] = sum_abs(row, k);
   });
   double total = 0.0;
@@ -185,7 +185,7 @@ bool quantize_weights(const Rows& weight, int8_t* codes, float* scale) {
   *scale = std::fmax(static_cast<float>(total / static_cast<double>(n * k)), 1e-5f);
   const float inv_scale = 1.0f / *scale;
   parallel_rows(n, k, k, [&](int64_t r, float* row) {
-    table.load_row(weight.type, weight.at(r), k, row);
+    kernels.load_row(weight.type, weight.at(r), k, row);
     for (int64_t i = 0; i < k; ++i) codes[r * k + i] = ternary_code(row[i], inv_scale);
   });
   return true;

@@ -30,11 +30,11 @@ int64_t fewest_of_share(const AttentionPolicy& policy, int64_t pages) {
 }
 
 // How many of `pages` are read, by finite scores.
-int64_t count_by_weight(const KernelTable& table, const AttentionPolicy& policy, int64_t rows,
+int64_t count_by_weight(const KernelTable& kernels, const AttentionPolicy& policy, int64_t rows,
                         const float* scores, float top, int64_t pages, float* weights) {
   const int64_t others = pages - 1, fewest = fewest_pages(policy, pages);
   const float inv = 1.0f / static_cast<float>(rows);
-  const double sum = table.exp_row(scores, others, top, inv, weights);
+  const double sum = kernels.exp_row(scores, others, top, inv, weights);
   if (policy.threshold > 0) {
     return fewest + std::count_if(weights + fewest - 1, weights + others,
                                   [&](float weight) { return weight >= policy.threshold; });
@@ -74,7 +74,7 @@ void add_queries(const float* queries, int64_t rows, int64_t dim, float scale, f
   }
 }
 
-int64_t choose_pages(const KernelTable& table, const AttentionPolicy& policy, int64_t rows,
+int64_t choose_pages(const KernelTable& kernels, const AttentionPolicy& policy, int64_t rows,
                      float* scores, int64_t pages, const PageMemory& memory, int32_t* ids) {
   const int64_t others = pages - 1, fewest = fewest_pages(policy, pages), sinks = fewest - 1;
   bool finite = true;
@@ -85,9 +85,9 @@ int64_t choose_pages(const KernelTable& table, const AttentionPolicy& policy, in
   }
   int64_t count = max_pages_read(policy, pages);
   if (finite && (policy.threshold > 0 || policy.min_ratio != policy.max_ratio)) {
-    const float top = table.max_row(scores, others);
+    const float top = kernels.max_row(scores, others);
     count =
-        std::min(count, count_by_weight(table, policy, rows, scores, top, pages, memory.weights));
+        std::min(count, count_by_weight(kernels, policy, rows, scores, top, pages, memory.weights));
   }
   std::iota(ids, ids + sinks, 0);
   const int64_t best = count - fewest;  // by their scores

@@ -33,7 +33,7 @@ struct PageMemory {
 // Chooses of `pages`, the last of which is the token's own; scores [pages - 1], summed over `rows`
 // queries. Writes to `ids` [pages] the pages that are read, ascending; returns how many. A score
 // that is no number is the largest, so that its page is read and seen.
-int64_t choose_pages(const KernelTable& table, const AttentionPolicy& policy, int64_t rows,
+int64_t choose_pages(const KernelTable& kernels, const AttentionPolicy& policy, int64_t rows,
                      float* scores, int64_t pages, const PageMemory& memory, int32_t* ids);
 
 }  // namespace bitnet::engine

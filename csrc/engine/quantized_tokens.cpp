@@ -13,13 +13,13 @@ namespace bitnet::engine {
 namespace {
 
 // A view with its arrays in `memory`.
-QuantizedTokens carve(BumpAllocator& memory, const KernelTable& table, int64_t tokens, int64_t k,
+QuantizedTokens carve(BumpAllocator& memory, const KernelTable& kernels, int64_t tokens, int64_t k,
                       int64_t group, ActivationFormat format, bool row_major) {
   const int64_t padded = layout::padded_k(k);
   const int64_t groups = group == 0 ? 0 : tokens * groups_for(k, group);
   QuantizedTokens view{tokens, k, padded,
                        // sums over groups are taken of rows as they lie
-                       row_major || group != 0 ? 0 : token_tile(table, tokens, k),
+                       row_major || group != 0 ? 0 : token_tile(kernels, tokens, k),
                        memory.take<int8_t>(tokens * planes_of(format) * padded),
                        memory.take<int32_t>(tokens), memory.take<float>(tokens),
                        group == 0 ? nullptr : memory.take<int32_t>(groups), format};
@@ -41,31 +41,31 @@ ProductJob job_of(const Weight& weight, const QuantizedTokens& x, const ProductP
 }
 
 // One block for all arrays: a small op spends more on asking for memory than on filling it.
-TokenBuffer::TokenBuffer(const KernelTable& table, int64_t tokens, int64_t k, int64_t group,
+TokenBuffer::TokenBuffer(const KernelTable& kernels, int64_t tokens, int64_t k, int64_t group,
                          ActivationFormat format, bool row_major)
     : memory_([&] {
         BumpAllocator counted(nullptr);
-        carve(counted, table, tokens, k, group, format, row_major);
+        carve(counted, kernels, tokens, k, group, format, row_major);
         return counted.used();
       }()) {
   BumpAllocator memory(memory_.get());
-  view_ = carve(memory, table, tokens, k, group, format, row_major);
+  view_ = carve(memory, kernels, tokens, k, group, format, row_major);
 }
 
-void TokenBuffer::quantize(const KernelTable& table, const void* x, DType type) {
+void TokenBuffer::quantize(const KernelTable& kernels, const void* x, DType type) {
   const int64_t k = view_.k, row_bytes = k * element_size(type);
   parallel_rows(view_.tokens, k, k, [&](int64_t m, float* row) {
     const void* source = offset_bytes(x, m * row_bytes);
     const auto* values = static_cast<const float*>(source);
     if (type != DType::kF32) {
-      table.load_row(type, source, k, row);
+      kernels.load_row(type, source, k, row);
       values = row;
     }
-    view_.quantize(table, values, m);
+    view_.quantize(kernels, values, m);
   });
 }
 
-void TokenBuffer::copy_quantized(const KernelTable& table, const int8_t* x, const float* scales) {
+void TokenBuffer::copy_quantized(const KernelTable& kernels, const int8_t* x, const float* scales) {
   const int64_t k = view_.k;
   for (int64_t m = 0; m < view_.tokens; ++m) {
     int8_t* to = view_.token(m);
@@ -80,32 +80,32 @@ void TokenBuffer::copy_quantized(const KernelTable& table, const int8_t* x, cons
         std::memset(to + count, 0, static_cast<size_t>(kTokenStep - count));
       }
     }
-    view_.sums[m] = table.sum_i8(from, k);
+    view_.sums[m] = kernels.sum_i8(from, k);
   }
   if (scales != nullptr) std::copy(scales, scales + view_.tokens, view_.scales);
 }
 
 // A group is quantised as a row of its own would be. Where K ends in the first half of 128, groups
 // of 64 leave the second as it is: nobody reads it.
-void QuantizedTokens::quantize_groups(const KernelTable& table, const float* x, int64_t m) const {
+void QuantizedTokens::quantize_groups(const KernelTable& kernels, const float* x, int64_t m) const {
   for (int64_t g = 0; g < group_count(); ++g) {
     const int64_t from = g * group, n = std::min(group, k - from), at = g * tokens + m;
     int8_t* to = token(m) + from;
     if (format == ActivationFormat::kInt8Group) {
-      group_scales[at] = table.quantize_row(x + from, n, group, to, kTokenStep, groups + at);
+      group_scales[at] = kernels.quantize_row(x + from, n, group, to, kTokenStep, groups + at);
     } else {
       int16_t wide[kGroupWeights];
       int32_t sums_of_64[kGroupWeights / 64] = {};
       group_scales[at] =
-          table.head_quantize_token(x + from, n, group, wide, to, to + padded_k, sums_of_64);
+          kernels.head_quantize_token(x + from, n, group, wide, to, to + padded_k, sums_of_64);
       groups[at] = sums_of_64[0] + sums_of_64[1];
     }
   }
 }
 
-void QuantizedTokens::sum_groups(const KernelTable& table, int64_t m) const {
+void QuantizedTokens::sum_groups(const KernelTable& kernels, int64_t m) const {
   for (int64_t g = 0; g < group_count(); ++g) {
-    groups[g * tokens + m] = table.sum_i8(token(m) + g * group, group);
+    groups[g * tokens + m] = kernels.sum_i8(token(m) + g * group, group);
   }
 }
 

@@ -51,16 +51,16 @@ struct QuantizedTokens {
     return kTokenStep * (left < tile ? left : tile);
   }
   // Normalised tokens enter one at a time; different ones may do so at once.
-  void quantize(const KernelTable& table, const float* x, int64_t m) const {
-    if (format != ActivationFormat::kInt8) return quantize_groups(table, x, m);
-    scales[m] = table.quantize_row(x, k, padded_k, token(m), step_stride(m), sums + m);
-    if (groups != nullptr) sum_groups(table, m);
+  void quantize(const KernelTable& kernels, const float* x, int64_t m) const {
+    if (format != ActivationFormat::kInt8) return quantize_groups(kernels, x, m);
+    scales[m] = kernels.quantize_row(x, k, padded_k, token(m), step_stride(m), sums + m);
+    if (groups != nullptr) sum_groups(kernels, m);
   }
   // Likewise, kInt8 without groups: normalised on the way.
-  void quantize_normed(const KernelTable& table, const NormJob& job, int64_t m) const {
-    scales[m] = table.norm_quantize_row(job, padded_k, token(m), step_stride(m), sums + m);
+  void quantize_normed(const KernelTable& kernels, const NormJob& job, int64_t m) const {
+    scales[m] = kernels.norm_quantize_row(job, padded_k, token(m), step_stride(m), sums + m);
   }
-  void sum_groups(const KernelTable& table, int64_t m) const;
+  void sum_groups(const KernelTable& kernels, int64_t m) const;
   // Tokens with scales of groups as integers [tokens, k] and their scales [tokens, groups]: int8
   // of kInt8Group, int16 of kInt16Group.
   template <class T>
@@ -77,24 +77,24 @@ struct QuantizedTokens {
   }
 
  private:
-  void quantize_groups(const KernelTable& table, const float* x, int64_t m) const;
+  void quantize_groups(const KernelTable& kernels, const float* x, int64_t m) const;
 };
 
 // A job of a part of a product without scales of groups, but for its result.
 ProductJob job_of(const Weight& weight, const QuantizedTokens& x, const ProductPart& part);
 
-// With memory of their own, in the order that `table` asks for, or row-major where canonical
+// With memory of their own, in the order that `kernels` asks for, or row-major where canonical
 // weights read them (Weight::reads_rows).  group: 0 where nobody needs groups.
 class TokenBuffer {
  public:
-  TokenBuffer(const KernelTable& table, int64_t tokens, int64_t k, int64_t group = 0,
+  TokenBuffer(const KernelTable& kernels, int64_t tokens, int64_t k, int64_t group = 0,
               ActivationFormat format = ActivationFormat::kInt8, bool row_major = false);
   const QuantizedTokens& view() const { return view_; }
 
   // Every token of a contiguous [tokens, k] of `type`.
-  void quantize(const KernelTable& table, const void* x, DType type);
+  void quantize(const KernelTable& kernels, const void* x, DType type);
   // int8 [tokens, k] with scales float32 [tokens] (null: none), summed.
-  void copy_quantized(const KernelTable& table, const int8_t* x, const float* scales);
+  void copy_quantized(const KernelTable& kernels, const int8_t* x, const float* scales);
 
  private:
   Scratch<char> memory_;

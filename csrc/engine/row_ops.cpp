@@ -10,10 +10,10 @@ namespace bitnet::engine {
 namespace {
 
 void load(const Rows& rows, int64_t row, float* dst) {
-  kernels().load_row(rows.type, rows.at(row), rows.width, dst);
+  active_kernels().load_row(rows.type, rows.at(row), rows.width, dst);
 }
 void store(const Rows& rows, int64_t row, const float* src) {
-  kernels().store_row(rows.type, src, rows.width, rows.at(row));
+  active_kernels().store_row(rows.type, src, rows.width, rows.at(row));
 }
 
 // f(row, scratch of `floats` floats) for every row; rows of no features may be very many.
@@ -29,14 +29,14 @@ void quantize_rows(const Rows& x, int8_t* codes, float* scales) {
   for_rows(x, k, [&](int64_t m, float* row) {
     int32_t sum;
     load(x, m, row);
-    scales[m] = kernels().quantize_row(row, k, k, codes + m * k, kTokenStep, &sum);
+    scales[m] = active_kernels().quantize_row(row, k, k, codes + m * k, kTokenStep, &sum);
   });
 }
 
 void rms_norm(const Rows& x, const float* norm_weight, float eps, const Rows& y) {
   for_rows(x, x.width, [&](int64_t r, float* row) {
     load(x, r, row);
-    kernels().rms_norm_row(row, norm_weight, x.width, eps, x.type, row);
+    active_kernels().rms_norm_row(row, norm_weight, x.width, eps, x.type, row);
     store(y, r, row);
   });
 }
@@ -45,21 +45,21 @@ void add_rms_norm(const Rows& x, const Rows& residual, const float* norm_weight,
                   const Rows& y, const Rows& sum) {
   const int64_t k = x.width;
   for_rows(x, 2 * k, [&](int64_t r, float* row) {
-    const KernelTable& table = kernels();
+    const KernelTable& kernels = active_kernels();
     load(x, r, row);
     load(residual, r, row + k);
-    table.add_row(row, row + k, k, row);
-    table.round_row(x.type, row, k);
+    kernels.add_row(row, row + k, k, row);
+    kernels.round_row(x.type, row, k);
     store(sum, r, row);
-    table.rms_norm_row(row, norm_weight, k, eps, x.type, row);
+    kernels.rms_norm_row(row, norm_weight, k, eps, x.type, row);
     store(y, r, row);
   });
 }
 
-GatedRow gated_row(const KernelTable& table, std::string_view hidden_act) {
-  if (hidden_act == "relu2") return table.relu2_mul_row;
-  if (hidden_act == "silu") return table.silu_mul_row;
-  if (hidden_act == "gelu_pytorch_tanh") return table.gelu_mul_row;
+GatedRow gated_row(const KernelTable& kernels, std::string_view hidden_act) {
+  if (hidden_act == "relu2") return kernels.relu2_mul_row;
+  if (hidden_act == "silu") return kernels.silu_mul_row;
+  if (hidden_act == "gelu_pytorch_tanh") return kernels.gelu_mul_row;
   return nullptr;
 }
 
@@ -77,7 +77,7 @@ void hadamard(const Rows& x, const float* signs, int64_t block, bool signs_last,
   const int64_t k = x.width;
   for_rows(x, k, [&](int64_t r, float* row) {
     load(x, r, row);
-    kernels().hadamard_row(row, signs, k, block, signs_last, row);
+    active_kernels().hadamard_row(row, signs, k, block, signs_last, row);
     store(y, r, row);
   });
 }
@@ -101,7 +101,7 @@ void rope(const Rows& x, const int64_t* positions, int64_t heads, const Rope& ro
   });
   for_rows(x, 2 * dim, [&](int64_t r, float* row) {
     load(x, r, row);
-    kernels().rope_head(row, angles.get() + r / heads * dim, dim, row + dim);
+    active_kernels().rope_head(row, angles.get() + r / heads * dim, dim, row + dim);
     store(y, r, row + dim);
   });
 }

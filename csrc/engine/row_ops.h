@@ -27,7 +27,7 @@ void add_rms_norm(const Rows& x, const Rows& residual, const float* norm_weight,
 // The gated product of a config's hidden_act, "relu2", "silu" or "gelu_pytorch_tanh"; null for any
 // other name.
 using GatedRow = void (*)(const float* gate, const float* up, int64_t n, float* y);
-GatedRow gated_row(const KernelTable& table, std::string_view hidden_act);
+GatedRow gated_row(const KernelTable& kernels, std::string_view hidden_act);
 // x [count, 2 d]: gate, then up; y [count, d]
 void gated(const Rows& x, GatedRow activation, const Rows& y);
 // y = activation(gate) * up, all of one width.

@@ -57,7 +57,7 @@ struct Largest {
 Largest largest_of(const float* x, int64_t n, float* block_largest = nullptr) {
   Largest best = {-kInfinity, 0};
   for (int64_t begin = 0; begin < n; begin += kBlock) {
-    const float value = kernels().max_row(x + begin, std::min(kBlock, n - begin));
+    const float value = active_kernels().max_row(x + begin, std::min(kBlock, n - begin));
     if (block_largest != nullptr) block_largest[begin / kBlock] = value;
     if (std::isnan(value)) return {value, begin};
     if (value > best.value) best = {value, begin};
@@ -125,7 +125,7 @@ constexpr float kRoundedOne = 1.000001f;
 // need not be monotone.
 void bound_weights(float* bounds, int64_t n, float largest, float inv_temperature) {
   const int64_t blocks = (n + kBlock - 1) / kBlock;
-  kernels().exp_row(bounds, blocks, largest, inv_temperature, bounds);
+  active_kernels().exp_row(bounds, blocks, largest, inv_temperature, bounds);
   for (int64_t b = 0; b < blocks; ++b) bounds[b] *= kRoundedOne;
 }
 
@@ -139,8 +139,8 @@ Distribution distribution_of(const float* x, int64_t n, float largest, const Sam
   const float inv_temperature = inverse_of(o.temperature);
   double sum = 0.0;
   for (int64_t begin = 0; begin < n; begin += kBlock) {
-    sum += kernels().exp_row(x + begin, std::min(kBlock, n - begin), largest, inv_temperature,
-                             memory.weights + begin);
+    sum += active_kernels().exp_row(x + begin, std::min(kBlock, n - begin), largest,
+                                    inv_temperature, memory.weights + begin);
   }
   Distribution d = {{memory.weights, n, static_cast<float>(1.0 / sum)},
                     sum,
@@ -222,8 +222,8 @@ constexpr float kMaxNoise = 22.9f;
 int64_t draw_of_all(const float* x, int64_t n, int64_t most_probable, const Noise& noise,
                     const RowMemory& memory) {
   const auto add_noise = [&](int64_t begin, int64_t count, float threshold) {
-    kernels().add_noise_row(x + begin, count, noise.temperature, noise.key, begin, threshold,
-                            memory.weights);
+    active_kernels().add_noise_row(x + begin, count, noise.temperature, noise.key, begin, threshold,
+                                   memory.weights);
   };
   add_noise(most_probable, 1, -kInfinity);
   Largest best = {memory.weights[0], most_probable};
@@ -327,8 +327,8 @@ void top_logprobs(const LogitRows& logits, const int64_t* tokens, int64_t top, f
     if (!std::isfinite(largest)) return;
     double sum = 0.0;
     for (int64_t begin = 0; begin < n; begin += kBlock) {
-      sum +=
-          kernels().exp_row(x + begin, std::min(kBlock, n - begin), largest, 1.0f, memory.weights);
+      sum += active_kernels().exp_row(x + begin, std::min(kBlock, n - begin), largest, 1.0f,
+                                      memory.weights);
     }
     const double log_sum = std::log(sum);
     const auto logprob = [&](int64_t id) {  // the sum would vanish beside a logit of 1e17

@@ -62,8 +62,9 @@ Parts split(const Values& v, Measure measure, const Bracket& bracket, float* to)
   const bool sums = measure == Measure::kSum;
   Parts parts = {};
   for_blocks(v, bracket.low, [&](int64_t begin, int64_t n) {
-    const Split s = kernels().split_row(v.data + begin, n, v.scale, bracket.low, bracket.high,
-                                        sums && bracket.high < kInfinity, to + parts.count);
+    const Split s =
+        active_kernels().split_row(v.data + begin, n, v.scale, bracket.low, bracket.high,
+                                   sums && bracket.high < kInfinity, to + parts.count);
     parts.above += sums ? s.sum_above : static_cast<double>(s.above);
     parts.count += s.between;
     return true;
@@ -72,8 +73,9 @@ Parts split(const Values& v, Measure measure, const Bracket& bracket, float* to)
   if (bracket.low == bracket.high) {
     parts.between *= measure_of(measure, bracket.low);
   } else if (sums) {
-    parts.between =
-        kernels().split_row(to, parts.count, 1.0f, kInfinity, -kInfinity, true, nullptr).sum_above;
+    parts.between = active_kernels()
+                        .split_row(to, parts.count, 1.0f, kInfinity, -kInfinity, true, nullptr)
+                        .sum_above;
   }
   return parts;
 }
@@ -199,8 +201,8 @@ Cut cut_at(const Values& v, const Level& level, const SelectionMemory& memory) {
   Cut cut = {level.value, -1};
   int64_t left = level.equals;
   for_blocks(v, level.value, [&](int64_t begin, int64_t n) {
-    const int64_t found =
-        kernels().find_row(v.data + begin, n, v.scale, level.value, level.value, memory.found);
+    const int64_t found = active_kernels().find_row(v.data + begin, n, v.scale, level.value,
+                                                    level.value, memory.found);
     if (found >= left) cut.index = begin + memory.found[left - 1];
     left -= found;
     return left > 0;
@@ -232,7 +234,7 @@ bool sums_exactly(int64_t count, double target) {
 double kept_sum(const Values& values, const Cut& cut, int64_t begin, int64_t end) {
   const auto sum = [&](int64_t from, int64_t to, float bound) {
     return from == to ? 0.0
-                      : kernels()
+                      : active_kernels()
                             .split_row(values.data + from, to - from, values.scale, kInfinity,
                                        bound, true, nullptr)
                             .sum_above;
@@ -244,7 +246,8 @@ double kept_sum(const Values& values, const Cut& cut, int64_t begin, int64_t end
 int64_t kept_ids(const Values& values, const Cut& cut, int32_t* ids) {
   const int64_t middle = std::clamp<int64_t>(cut.index + 1, 0, values.count);
   const auto find = [&](int64_t begin, int64_t end, float low, int32_t* to) {
-    return kernels().find_row(values.data + begin, end - begin, values.scale, low, kInfinity, to);
+    return active_kernels().find_row(values.data + begin, end - begin, values.scale, low, kInfinity,
+                                     to);
   };
   const int64_t first = find(0, middle, cut.value, ids);
   const int64_t second = find(middle, values.count, next_above(cut.value), ids + first);
@@ -256,7 +259,9 @@ void kept_values(const Values& values, const Cut& cut, float* to) {
   const int64_t middle = std::clamp<int64_t>(cut.index + 1, 0, values.count);
   const auto take = [&](int64_t begin, int64_t end, float low) {
     const float* const from = values.data + begin;
-    to += kernels().split_row(from, end - begin, values.scale, low, kInfinity, false, to).between;
+    to += active_kernels()
+              .split_row(from, end - begin, values.scale, low, kInfinity, false, to)
+              .between;
   };
   take(0, middle, cut.value);
   take(middle, values.count, next_above(cut.value));

@@ -127,13 +127,13 @@ struct Trial {
   }
 
   // Every `apart`-th code or so is not 0, at places without a pattern.
-  void fill(const KernelTable& table, int64_t k, double share) {
+  void fill(const KernelTable& kernels, int64_t k, double share) {
     uint32_t state = 1;
     for (int64_t i = 0; i < k; ++i) {
       state = state * 1664525 + 1013904223;
       codes[static_cast<size_t>(i)] = static_cast<double>(state >> 8) < share * (1 << 24) ? 1 : 0;
     }
-    count = table.list_nonzero(codes.data(), k, at.data(), listed.data());
+    count = kernels.list_nonzero(codes.data(), k, at.data(), listed.data());
     sum = static_cast<int32_t>(count);
   }
 
@@ -149,17 +149,17 @@ double median(std::vector<double>& values) {
   return *middle;
 }
 
-double columns_ns(const KernelTable& table, const Linear& linear, const Trial& trial,
+double columns_ns(const KernelTable& kernels, const Linear& linear, const Trial& trial,
                   std::vector<int32_t>& sums) {
   const int64_t panels = layout::column_panels(linear.rows);
   sums.resize(static_cast<size_t>(panels * kPanelRows));
   const int64_t begin = steady_ns();
-  table.column_product({linear.columns, linear.k, panels, trial.at.data(), trial.listed.data(),
-                        trial.count, trial.sum, sums.data()});
+  kernels.column_product({linear.columns, linear.k, panels, trial.at.data(), trial.listed.data(),
+                          trial.count, trial.sum, sums.data()});
   return static_cast<double>(steady_ns() - begin);
 }
 
-double tiles_ns(const KernelTable& table, const Linear& linear, const Trial& trial,
+double tiles_ns(const KernelTable& kernels, const Linear& linear, const Trial& trial,
                 std::vector<int32_t>& sums) {
   const Weight& w = linear.weight;
   const int64_t blocks = std::max<int64_t>(1, 512 / w.block_rows);  // as products have them
@@ -173,14 +173,14 @@ double tiles_ns(const KernelTable& table, const Linear& linear, const Trial& tri
     job.tokens = 1;
     job.sums = sums.data();
     job.out_stride = blocks * w.block_rows;
-    algorithm_for(table, shape_of(job)).run(job, nullptr);
+    algorithm_for(kernels, shape_of(job)).run(job, nullptr);
   }
   return static_cast<double>(steady_ns() - begin);
 }
 
 }  // namespace
 
-void tune_columns(const KernelTable& table, const std::vector<Linear*>& linears) {
+void tune_columns(const KernelTable& kernels, const std::vector<Linear*>& linears) {
   // Shares of codes that are not 0; a straight line through them is the time of columns. Above
   // kMaxShare the line bends the wrong way: a hardware prefetcher no longer fails.
   constexpr double kFew = 0.08, kMany = 0.3, kMaxShare = 0.45;
@@ -192,8 +192,8 @@ void tune_columns(const KernelTable& table, const std::vector<Linear*>& linears)
   if (with.empty()) return;
   const int64_t k = with[0]->k;
   Trial few(k), many(k);
-  few.fill(table, k, kFew);
-  many.fill(table, k, kMany);
+  few.fill(kernels, k, kFew);
+  many.fill(kernels, k, kMany);
   std::vector<double> dense_ns, few_ns, many_ns;
   std::vector<int32_t> sums;
   // matrices take turns, so that they come from memory as in a step; those of other sizes take no
@@ -207,11 +207,11 @@ void tune_columns(const KernelTable& table, const std::vector<Linear*>& linears)
   for (size_t round = 0; round < kRounds; ++round) {
     const Linear& first = turn();
     const double size = static_cast<double>(first.rows);
-    dense_ns.push_back(tiles_ns(table, first, few, sums) / size);
+    dense_ns.push_back(tiles_ns(kernels, first, few, sums) / size);
     const Linear& second = turn();
-    few_ns.push_back(columns_ns(table, second, few, sums) / static_cast<double>(second.rows));
+    few_ns.push_back(columns_ns(kernels, second, few, sums) / static_cast<double>(second.rows));
     const Linear& third = turn();
-    many_ns.push_back(columns_ns(table, third, many, sums) / static_cast<double>(third.rows));
+    many_ns.push_back(columns_ns(kernels, third, many, sums) / static_cast<double>(third.rows));
   }
   const double dense = median(dense_ns), low = median(few_ns), high = median(many_ns);
   const double slope = std::max((high - low) / (kMany - kFew), dense * 1e-3);

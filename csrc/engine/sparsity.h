@@ -43,6 +43,6 @@ struct CodeList {
 
 // How many codes of each projection may be listed so that its columns are no slower than its tiles:
 // measured on these weights by one thread, in about 10 ms.
-void tune_columns(const KernelTable& table, const std::vector<Linear*>& linears);
+void tune_columns(const KernelTable& kernels, const std::vector<Linear*>& linears);
 
 }  // namespace bitnet::engine

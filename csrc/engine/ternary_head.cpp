@@ -44,7 +44,7 @@ int code_of(const Weight& w, const uint8_t* block, int64_t r, int64_t k) {
 
 float f16_value(uint16_t bits) {
   float value;
-  kernels().load_row(DType::kF16, &bits, 1, &value);
+  active_kernels().load_row(DType::kF16, &bits, 1, &value);
   return value;
 }
 
@@ -72,7 +72,7 @@ QuantizedTokens bind_ternary_input(const HeadView& head, int64_t tokens, void* m
 
 // Row blocks one after the other: the last one reaches past the head's rows, so that its values
 // need a place of their own.
-void ternary_rows(const KernelTable& table, const HeadView& head, int64_t row_begin,
+void ternary_rows(const KernelTable& kernels, const HeadView& head, int64_t row_begin,
                   int64_t row_end, const QuantizedTokens& x, int64_t tokens, float* out,
                   int64_t out_stride) {
   const Weight& w = head.ternary;
@@ -83,9 +83,9 @@ void ternary_rows(const KernelTable& table, const HeadView& head, int64_t row_be
     float* to = out + m * out_stride;
     const int64_t first = row_begin / rows;
     if (first < whole)
-      multiply_groups(table, w, head.ternary_scales, x, {first, whole, m, count}, to, out_stride);
+      multiply_groups(kernels, w, head.ternary_scales, x, {first, whole, m, count}, to, out_stride);
     if (whole * rows >= row_end) continue;
-    multiply_groups(table, w, head.ternary_scales, x, {whole, whole + 1, m, count}, values, rows);
+    multiply_groups(kernels, w, head.ternary_scales, x, {whole, whole + 1, m, count}, values, rows);
     const int64_t from = std::max(whole * rows, row_begin);
     for (int64_t t = 0; t < count; ++t) {
       std::copy_n(values + t * rows + (from - whole * rows), row_end - from,

@@ -19,22 +19,22 @@ constexpr Getter kBestFirst[] = {BITNET_ISAS(BITNET_GETTER)};
 
 std::atomic<const KernelTable*> g_current{nullptr};
 
-bool needs_amx(const KernelTable& table) { return (table.required & kAmxTile) != 0; }
+bool needs_amx(const KernelTable& kernels) { return (kernels.required & kAmxTile) != 0; }
 
 std::string join_available() {
   std::string text;
-  for (const KernelTable* table : available_tables()) {
+  for (const KernelTable* kernels : available_tables()) {
     if (!text.empty()) text += ", ";
-    text += table->name;
+    text += kernels->name;
   }
   return text;
 }
 
 const KernelTable* choose(const std::string& name, const char* origin) {
   for (const Getter get : kBestFirst) {
-    const KernelTable* table = get();
-    if (!runs_here(*table)) continue;
-    if ((name.empty() || name == table->name) && make_ready(*table)) return table;
+    const KernelTable* kernels = get();
+    if (!runs_here(*kernels)) continue;
+    if ((name.empty() || name == kernels->name) && make_ready(*kernels)) return kernels;
   }
   throw std::runtime_error(std::string(origin) +
                            ": expected one of the ISAs available on this CPU (" + join_available() +
@@ -43,12 +43,14 @@ const KernelTable* choose(const std::string& name, const char* origin) {
 
 }  // namespace
 
-bool runs_here(const KernelTable& table) {
-  if ((table.required & cpu_features()) != table.required) return false;
-  return !needs_amx(table) || amx_permission() != AmxPermission::kRejected;
+bool runs_here(const KernelTable& kernels) {
+  if ((kernels.required & cpu_features()) != kernels.required) return false;
+  return !needs_amx(kernels) || amx_permission() != AmxPermission::kRejected;
 }
 
-bool make_ready(const KernelTable& table) { return !needs_amx(table) || request_amx_permission(); }
+bool make_ready(const KernelTable& kernels) {
+  return !needs_amx(kernels) || request_amx_permission();
+}
 
 std::vector<const KernelTable*> all_tables() {
   std::vector<const KernelTable*> tables;
@@ -58,21 +60,21 @@ std::vector<const KernelTable*> all_tables() {
 
 std::vector<const KernelTable*> available_tables() {
   std::vector<const KernelTable*> tables;
-  for (const KernelTable* table : all_tables()) {
-    if (runs_here(*table)) tables.push_back(table);
+  for (const KernelTable* kernels : all_tables()) {
+    if (runs_here(*kernels)) tables.push_back(kernels);
   }
   return tables;
 }
 
-const KernelTable& kernels() {
-  const KernelTable* table = g_current.load(std::memory_order_acquire);
-  if (table == nullptr) {
+const KernelTable& active_kernels() {
+  const KernelTable* kernels = g_current.load(std::memory_order_acquire);
+  if (kernels == nullptr) {
     // Two threads may both choose here; they choose alike.
     const char* wanted = std::getenv("BITNET_OPS_ISA");
-    table = choose(wanted == nullptr ? "" : wanted, "BITNET_OPS_ISA");
-    g_current.store(table, std::memory_order_release);
+    kernels = choose(wanted == nullptr ? "" : wanted, "BITNET_OPS_ISA");
+    g_current.store(kernels, std::memory_order_release);
   }
-  return *table;
+  return *kernels;
 }
 
 void force_isa(const std::string& name) {

@@ -88,8 +88,8 @@ PairCheck check_pairs(AddPairs add_pairs, int64_t products, uint64_t seed) {
 
 PairCheck check_pair_unit(int64_t products, uint64_t seed) {
   if ((cpu_features() & kAvx512Bf16) == 0) return {};
-  for (const KernelTable* table : available_tables()) {
-    const PairCheck check = check_pairs(table->add_pairs, products, seed);
+  for (const KernelTable* kernels : available_tables()) {
+    const PairCheck check = check_pairs(kernels->add_pairs, products, seed);
     if (check.available) return check;
   }
   return {};

@@ -139,7 +139,7 @@ void Check::vector(const Tensor& t, const char* argument, int64_t n) const {
 }
 
 engine::GatedRow activation_row(const Check& check, const std::string& activation) {
-  const engine::GatedRow row = engine::gated_row(kernels(), activation);
+  const engine::GatedRow row = engine::gated_row(active_kernels(), activation);
   if (row == nullptr)
     check.fail("activation", "'relu2', 'silu' or 'gelu_pytorch_tanh'", "'" + activation + "'");
   return row;
@@ -171,7 +171,7 @@ FloatVector::FloatVector(const Tensor& t) : dense_(as_contiguous(t)) {
   }
   const int64_t count = dense_.numel();
   values_ = converted_.emplace(count).get();
-  kernels().load_row(dtype_of(dense_), dense_.const_data_ptr(), count, converted_->get());
+  active_kernels().load_row(dtype_of(dense_), dense_.const_data_ptr(), count, converted_->get());
 }
 
 void check_block(const Check& check, const std::string& argument, int64_t block, int64_t k) {

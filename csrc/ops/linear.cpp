@@ -38,17 +38,17 @@ Tensor ternary_matmul(const Check& check, const Weight& weight, const Tensor& x_
                       const Shape& out_shape) {
   const bool scaled = wants_float(check, x_scale, weight_scale, tokens, weight.n_rows);
   const Tensor x = as_contiguous(x_in);
-  const KernelTable& table = kernels();
-  TokenBuffer buffer(table, tokens, weight.k, 0, engine::ActivationFormat::kInt8,
+  const KernelTable& kernels = active_kernels();
+  TokenBuffer buffer(kernels, tokens, weight.k, 0, engine::ActivationFormat::kInt8,
                      weight.reads_rows());
-  buffer.copy_quantized(table, data<int8_t>(x), scaled ? data<float>(*x_scale) : nullptr);
+  buffer.copy_quantized(kernels, data<int8_t>(x), scaled ? data<float>(*x_scale) : nullptr);
   Tensor out = empty(out_shape, scaled ? ScalarType::Float : ScalarType::Int);
   void* memory = out.mutable_data_ptr();
   const Projection projection =
       scaled ? engine::make_projection(weight, data<float>(*weight_scale), weight_scale->numel(),
                                        DType::kF32, memory)
              : engine::make_sums(weight, static_cast<int32_t*>(memory));
-  engine::multiply(table, buffer.view(), &projection, 1);
+  engine::multiply(kernels, buffer.view(), &projection, 1);
   return out;
 }
 
@@ -76,8 +76,8 @@ std::tuple<Tensor, Tensor> quantize_activations(const Tensor& x_in, std::string 
   Shape scales = shape;
   scales.back() = engine::groups_for(k, group_size);
   Tensor scale = empty(scales, ScalarType::Float);
-  TokenBuffer tokens(kernels(), rows_of(shape), k, group_size, format);
-  tokens.quantize(kernels(), x.const_data_ptr(), dtype_of(x));
+  TokenBuffer tokens(active_kernels(), rows_of(shape), k, group_size, format);
+  tokens.quantize(active_kernels(), x.const_data_ptr(), dtype_of(x));
   const engine::QuantizedTokens& from = tokens.view();
   if (wide) {
     from.copy_codes(mutable_data<int16_t>(q), mutable_data<float>(scale));
@@ -124,15 +124,15 @@ Tensor linear(const Tensor& x_in, const Tensor& weight, const Tensor& weight_sca
   check_activations(check, &projection, 1, format, kScale);
 
   const Tensor x = as_contiguous(x_in);
-  const KernelTable& table = kernels();
-  TokenBuffer tokens(table, rows_of(shape), w.k, projection.group(), format, w.reads_rows());
-  tokens.quantize(table, x.const_data_ptr(), dtype_of(x));
+  const KernelTable& kernels = active_kernels();
+  TokenBuffer tokens(kernels, rows_of(shape), w.k, projection.group(), format, w.reads_rows());
+  tokens.quantize(kernels, x.const_data_ptr(), dtype_of(x));
   shape.back() = w.n_rows;
   Tensor out = empty(shape, x.scalar_type());
   projection.out.data = out.mutable_data_ptr();
   std::optional<FloatVector> bias_values;
   if (bias.has_value()) projection.bias = bias_values.emplace(*bias).get();
-  engine::multiply(table, tokens.view(), &projection, 1);
+  engine::multiply(kernels, tokens.view(), &projection, 1);
   return out;
 }
 

@@ -24,7 +24,7 @@ void check_norm(const Check& check, const Tensor& x, const Tensor& weight, doubl
 Tensor gated_of(const Check& check, const Tensor& gate_in, const Tensor& up_in,
                 engine::GatedRow activation) {
   check.float_dtype(gate_in, "gate");
-  if (activation == kernels().relu2_mul_row && gate_in.scalar_type() == ScalarType::Half)
+  if (activation == active_kernels().relu2_mul_row && gate_in.scalar_type() == ScalarType::Half)
     check.fail("gate",
                "of dtype float32 or bfloat16 (relu(gate)^2 * up passes 65504 in healthy models)",
                "float16");
@@ -67,7 +67,7 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x_in, const Tensor& residu
 }
 
 Tensor relu2_mul(const Tensor& gate_in, const Tensor& up_in) {
-  return gated_of(Check("relu2_mul"), gate_in, up_in, kernels().relu2_mul_row);
+  return gated_of(Check("relu2_mul"), gate_in, up_in, active_kernels().relu2_mul_row);
 }
 
 namespace {
@@ -89,17 +89,18 @@ Tensor gated_halves(const Check& check, const Tensor& x_in, engine::GatedRow act
 }  // namespace
 
 Tensor silu_and_mul(const Tensor& x) {
-  return gated_halves(Check("silu_and_mul"), x, kernels().silu_mul_row);
+  return gated_halves(Check("silu_and_mul"), x, active_kernels().silu_mul_row);
 }
 
 Tensor gelu_tanh_and_mul(const Tensor& x) {
-  return gated_halves(Check("gelu_tanh_and_mul"), x, kernels().gelu_mul_row);
+  return gated_halves(Check("gelu_tanh_and_mul"), x, active_kernels().gelu_mul_row);
 }
 
 Tensor gated(const Tensor& gate, const Tensor& up, std::string activation) {
   const Check check("gated");
-  const engine::GatedRow row = activation == "sigmoid" ? kernels().sigmoid_mul_row
-                                                       : engine::gated_row(kernels(), activation);
+  const engine::GatedRow row = activation == "sigmoid"
+                                   ? active_kernels().sigmoid_mul_row
+                                   : engine::gated_row(active_kernels(), activation);
   if (row == nullptr)
     check.fail("activation", "relu2, silu, gelu_pytorch_tanh or sigmoid", activation);
   return gated_of(check, gate, up, row);

@@ -77,7 +77,7 @@ Tensor repack(const Tensor& weight, int64_t in_features, std::string format) {
   if (in_features > layout::kTileMaxK)
     check.fail("in_features", "at most 32768 in a CPU-specific layout; use the canonical one",
                std::to_string(in_features));
-  const int64_t lanes = kernels().tile_lanes;
+  const int64_t lanes = active_kernels().tile_lanes;
   Tensor out = empty(tile_shape(to, weight.size(0), in_features, lanes), ScalarType::Byte);
   auto* tiles = mutable_data<uint8_t>(out);
   const Weight view = engine::tile_weight(tiles, to, weight.size(0), in_features, lanes);
@@ -96,7 +96,7 @@ Tensor unrepack(const Tensor& weight, std::vector<int64_t> shape) {
     check.fail("weight", "in a CPU-specific layout (3 or 4 dimensions)",
                shape_text(shape_of(weight)));
   Tensor out = empty({n, layout::row_bytes_for(k)}, ScalarType::Byte);
-  if (!engine::restore(from, kernels().tile_lanes, mutable_data<uint8_t>(out)))
+  if (!engine::restore(from, active_kernels().tile_lanes, mutable_data<uint8_t>(out)))
     check.fail("weight", "with codes 0, 1, 2 only", "a code 3");
   return out;
 }

@@ -189,14 +189,14 @@ BoundProgram::BoundProgram(const Check& check, const std::string& text,
     spans_.push_back({now[i].const_data_ptr(), now[i].numel() * size, names[i].c_str()});
   }
   try {
-    program_ = std::make_unique<engine::Program>(text, source, kernels());
+    program_ = std::make_unique<engine::Program>(text, source, active_kernels());
   } catch (const ProgramError& error) {
     throw std::runtime_error(std::string("bind_program: ") + error.what());
   }
 }
 
 bool BoundProgram::current(const std::vector<Tensor>& tensors) const {
-  if (&program_->table() != &kernels()) return false;
+  if (&program_->kernels() != &active_kernels()) return false;
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (tensors[i].const_data_ptr() != spans_[i].data) return false;
   }

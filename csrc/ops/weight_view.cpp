@@ -31,7 +31,7 @@ Weight tile_view(const Check& check, const Tensor& t, const char* argument, int6
   if (!rows.has_value())
     check.fail("shape", std::string("given, for ") + argument + " is in a CPU-specific layout",
                "none");
-  const int64_t n = *rows, lanes = kernels().tile_lanes;
+  const int64_t n = *rows, lanes = active_kernels().tile_lanes;
   if (n < 0 || n > kMaxRows)  // before it is rounded up to whole tiles
     check.fail(argument, "with 0 to " + std::to_string(kMaxRows) + " rows", std::to_string(n));
   const WeightFormat format = t.dim() == 4 ? WeightFormat::kBase3 : WeightFormat::kTwoBit;
@@ -40,7 +40,7 @@ Weight tile_view(const Check& check, const Tensor& t, const char* argument, int6
     check.fail(argument,
                "of shape " + shape_text(tile_shape(format, n, k, lanes)) + " (" +
                    std::to_string(n) + " x " + std::to_string(k) + " repacked for " +
-                   kernels().name + "; repack again after changing the instruction set)",
+                   active_kernels().name + "; repack again after changing the instruction set)",
                shape_text(shape_of(t)));
   return engine::tile_weight(t.const_data_ptr(), format, n, k, lanes);
 }

@@ -35,11 +35,11 @@ void use_tables() {
 // What runs, and whether it is what BITNET_TEST_EXPECT promises.
 bool announce() {
   std::string names;
-  for (const KernelTable* table : available_tables()) {
-    names += (names.empty() ? "" : ",") + std::string(table->name);
+  for (const KernelTable* kernels : available_tables()) {
+    names += (names.empty() ? "" : ",") + std::string(kernels->name);
   }
   std::printf("available %s; under test", names.c_str());
-  for (const KernelTable* table : tables_under_test()) std::printf(" %s", table->name);
+  for (const KernelTable* kernels : tables_under_test()) std::printf(" %s", kernels->name);
   std::printf("%s\n", under_emulator() ? "; thinned for an emulator" : "");
   const char* expected = std::getenv("BITNET_TEST_EXPECT");
   if (expected == nullptr || names == expected) return true;

@@ -50,7 +50,7 @@ class Panels {
 // Attends over the rows of `chunk` and, if dim allows, over the same numbers in panels: returns
 // whether the states are those of the rows, bit for bit.
 template <class T>
-bool equal_in_panels(const KernelTable& table, const AttentionChunk& chunk, T unwritten,
+bool equal_in_panels(const KernelTable& kernels, const AttentionChunk& chunk, T unwritten,
                      std::vector<float>& scratch, const float* states) {
   if (chunk.dim % kPanelPositions != 0) return true;
   for (const int64_t gap : {0, 32}) {
@@ -58,7 +58,7 @@ bool equal_in_panels(const KernelTable& table, const AttentionChunk& chunk, T un
                            chunk.positions, chunk.dim, unwritten, gap);
     std::vector<float> found(
         static_cast<std::size_t>(chunk.rows * attention_state_floats(chunk.dim)));
-    table.attend_chunk(panels.instead_of(chunk), scratch.data(), found.data());
+    kernels.attend_chunk(panels.instead_of(chunk), scratch.data(), found.data());
     if (std::memcmp(found.data(), states, found.size() * sizeof(float)) != 0) return false;
   }
   return true;

@@ -16,8 +16,8 @@ namespace bitnet::test {
 
 class PlainTensors final : public engine::TensorSource {
  public:
-  explicit PlainTensors(const KernelTable& table, uint64_t seed = 9)
-      : table_(table), random_(seed) {}
+  explicit PlainTensors(const KernelTable& kernels, uint64_t seed = 9)
+      : kernels_(kernels), random_(seed) {}
 
   Random& random() { return random_; }
 
@@ -40,7 +40,7 @@ class PlainTensors final : public engine::TensorSource {
     for (int8_t& code : codes) code = static_cast<int8_t>(random_.next() % 3) - 1;
     std::vector<uint8_t> canonical(static_cast<size_t>(rows * layout::row_bytes_for(k)));
     engine::pack(codes.data(), rows, k, canonical.data());
-    const int64_t lanes = table_.tile_lanes;
+    const int64_t lanes = kernels_.tile_lanes;
     engine::Weight w = engine::tile_weight(nullptr, engine::WeightFormat::kTwoBit, rows, k, lanes);
     std::vector<uint8_t>& tiles = weights_[name];
     tiles.resize(static_cast<size_t>(w.bytes()));
@@ -108,7 +108,7 @@ class PlainTensors final : public engine::TensorSource {
  private:
   static constexpr float kScale = 0.05f;
 
-  const KernelTable& table_;
+  const KernelTable& kernels_;
   Random random_;
   std::map<std::string, std::vector<float>> floats_;
   std::map<std::string, std::vector<uint8_t>> weights_, columns_;

@@ -29,7 +29,7 @@ struct Shape {
 
 // One call.  `in` and `out` point at buffers of the shapes that shapes(n) gives.
 struct Call {
-  const KernelTable& table;
+  const KernelTable& kernels;
   int64_t n;
   const std::vector<const void*>& in;
   const std::vector<void*>& out;
@@ -72,15 +72,16 @@ inline std::function<std::vector<Shape>(int64_t)> float_rows(int floats) {
 inline void add_integer_ops(std::vector<RowOp>& ops) {
   for (const bool pad : {false, true}) {
     const auto padded = [pad](int64_t n) { return pad ? (n + 127) / 128 * 128 : n; };
-    ops.push_back(
-        {pad ? "quantize_row padded" : "quantize_row", "quantize_row", float_rows(1),
-         [padded](int64_t n) {
-           return std::vector<Shape>{{Kind::kI8, padded(n)}, {Kind::kI32, 1}, {Kind::kF32, 1}};
-         },
-         [padded](const Call& c) {
-           *c.y(2) = c.table.quantize_row(c.f(0), c.n, padded(c.n), static_cast<int8_t*>(c.out[0]),
-                                          kTokenStep, static_cast<int32_t*>(c.out[1]));
-         }});
+    ops.push_back({pad ? "quantize_row padded" : "quantize_row", "quantize_row", float_rows(1),
+                   [padded](int64_t n) {
+                     return std::vector<Shape>{
+                         {Kind::kI8, padded(n)}, {Kind::kI32, 1}, {Kind::kF32, 1}};
+                   },
+                   [padded](const Call& c) {
+                     *c.y(2) = c.kernels.quantize_row(c.f(0), c.n, padded(c.n),
+                                                      static_cast<int8_t*>(c.out[0]), kTokenStep,
+                                                      static_cast<int32_t*>(c.out[1]));
+                   }});
   }
   // every 64 codes 96 apart; what lies between is not touched, so it is set to one value first
   const auto strided = [](int64_t n) { return (n + 127) / 128 * 2 * 96; };
@@ -92,8 +93,8 @@ inline void add_integer_ops(std::vector<RowOp>& ops) {
                  [strided](const Call& c) {
                    auto* q = static_cast<int8_t*>(c.out[0]);
                    for (int64_t i = 0; i < strided(c.n); ++i) q[i] = 77;
-                   *c.y(2) = c.table.quantize_row(c.f(0), c.n, (c.n + 127) / 128 * 128, q, 96,
-                                                  static_cast<int32_t*>(c.out[1]));
+                   *c.y(2) = c.kernels.quantize_row(c.f(0), c.n, (c.n + 127) / 128 * 128, q, 96,
+                                                    static_cast<int32_t*>(c.out[1]));
                  }});
 }
 
@@ -109,8 +110,8 @@ inline auto norm_results(bool codes_only) {
   };
 }
 inline void run_norm(const Call& c, const NormJob& job) {
-  *c.y(3) = c.table.norm_quantize_row(job, padded_codes(c.n), static_cast<int8_t*>(c.out[1]),
-                                      kTokenStep, static_cast<int32_t*>(c.out[2]));
+  *c.y(3) = c.kernels.norm_quantize_row(job, padded_codes(c.n), static_cast<int8_t*>(c.out[1]),
+                                        kTokenStep, static_cast<int32_t*>(c.out[2]));
 }
 
 // With and without a norm, in place, and where only the codes are wanted.
@@ -165,18 +166,18 @@ inline void add_store_op(std::vector<RowOp>& ops, StoreKind kind, const char* na
                                                                          : Kind::kF16;
   const auto outputs = [=](int64_t n) { return std::vector<Shape>{{stored, 2 * n}}; };
   const auto run = [=](const Call& c) {
-    c.table.store_block({.sums = static_cast<const int32_t*>(c.in[0]),
-                         .sums_stride = c.n,
-                         .rows = c.n,
-                         .tokens = 2,
-                         .w_scale = c.f(1),
-                         .w_scale_step = step,
-                         .x_scale = c.f(3),
-                         .bias = bias ? c.f(2) : nullptr,
-                         .kind = kind,
-                         .type = type,
-                         .out = c.out[0],
-                         .out_stride_bytes = c.n * size_of(stored)});
+    c.kernels.store_block({.sums = static_cast<const int32_t*>(c.in[0]),
+                           .sums_stride = c.n,
+                           .rows = c.n,
+                           .tokens = 2,
+                           .w_scale = c.f(1),
+                           .w_scale_step = step,
+                           .x_scale = c.f(3),
+                           .bias = bias ? c.f(2) : nullptr,
+                           .kind = kind,
+                           .type = type,
+                           .out = c.out[0],
+                           .out_stride_bytes = c.n * size_of(stored)});
   };
   ops.push_back({std::string("store_block ") + name + " " + name_of(type) + " step " +
                      std::to_string(step) + (bias ? " bias" : ""),
@@ -201,14 +202,14 @@ inline void add_type_ops(std::vector<RowOp>& ops) {
     const auto typed = [type](int64_t n) { return std::vector<Shape>{{stored_as(type), n}}; };
     const std::string suffix = std::string(" ") + name_of(type);
     ops.push_back({"load_row" + suffix, "load_row", typed, float_rows(1),
-                   [type](const Call& c) { c.table.load_row(type, c.in[0], c.n, c.y()); }});
+                   [type](const Call& c) { c.kernels.load_row(type, c.in[0], c.n, c.y()); }});
     ops.push_back({"store_row" + suffix, "store_row", float_rows(1), typed,
-                   [type](const Call& c) { c.table.store_row(type, c.f(0), c.n, c.out[0]); }});
+                   [type](const Call& c) { c.kernels.store_row(type, c.f(0), c.n, c.out[0]); }});
     ops.push_back(
         {"store_cache_row" + suffix, "store_cache_row", float_rows(1), typed,
-         [type](const Call& c) { c.table.store_cache_row(type, c.f(0), c.n, c.out[0]); }});
+         [type](const Call& c) { c.kernels.store_cache_row(type, c.f(0), c.n, c.out[0]); }});
     ops.push_back({"round_row" + suffix, "round_row", float_rows(1), float_rows(1),
-                   [type](const Call& c) { c.table.round_row(type, c.y(), c.n); }, 0, 0});
+                   [type](const Call& c) { c.kernels.round_row(type, c.y(), c.n); }, 0, 0});
   }
   add_gated_norm_op(ops, true, true);
   add_gated_norm_op(ops, true, false);
@@ -220,13 +221,14 @@ inline void add_type_ops(std::vector<RowOp>& ops) {
     add_norm_quantize_op(ops, type, true, false, true);
     add_norm_quantize_op(ops, type, false, true, true);
     const std::string suffix = std::string(" ") + name_of(type);
-    ops.push_back(
-        {"rms_norm_row" + suffix, "rms_norm_row", float_rows(2), float_rows(1),
-         [type](const Call& c) { c.table.rms_norm_row(c.f(0), c.f(1), c.n, 1e-5f, type, c.y()); }});
+    ops.push_back({"rms_norm_row" + suffix, "rms_norm_row", float_rows(2), float_rows(1),
+                   [type](const Call& c) {
+                     c.kernels.rms_norm_row(c.f(0), c.f(1), c.n, 1e-5f, type, c.y());
+                   }});
     ops.push_back(
         {"rms_norm_row in place" + suffix, "rms_norm_row", float_rows(2), float_rows(1),
-         [type](const Call& c) { c.table.rms_norm_row(c.y(), c.f(1), c.n, 1e-5f, type, c.y()); }, 0,
-         0});
+         [type](const Call& c) { c.kernels.rms_norm_row(c.y(), c.f(1), c.n, 1e-5f, type, c.y()); },
+         0, 0});
   }
 }
 
@@ -235,9 +237,9 @@ inline void add_elementwise_ops(std::vector<RowOp>& ops) {
   const auto add = [&ops](const char* name, Row KernelTable::* row) {
     const std::string text = name;
     ops.push_back({text, name, float_rows(2), float_rows(1),
-                   [row](const Call& c) { (c.table.*row)(c.f(0), c.f(1), c.n, c.y()); }});
+                   [row](const Call& c) { (c.kernels.*row)(c.f(0), c.f(1), c.n, c.y()); }});
     ops.push_back({text + " in place", name, float_rows(2), float_rows(1),
-                   [row](const Call& c) { (c.table.*row)(c.y(), c.f(1), c.n, c.y()); }, 0, 0});
+                   [row](const Call& c) { (c.kernels.*row)(c.y(), c.f(1), c.n, c.y()); }, 0, 0});
   };
   add("add_row", &KernelTable::add_row);
   add("relu2_mul_row", &KernelTable::relu2_mul_row);
@@ -245,12 +247,12 @@ inline void add_elementwise_ops(std::vector<RowOp>& ops) {
   add("gelu_mul_row", &KernelTable::gelu_mul_row);
   add("sigmoid_mul_row", &KernelTable::sigmoid_mul_row);
   ops.push_back({"add_row in place of b", "add_row", float_rows(2), float_rows(1),
-                 [](const Call& c) { c.table.add_row(c.f(0), c.y(), c.n, c.y()); }, 0, 1});
+                 [](const Call& c) { c.kernels.add_row(c.f(0), c.y(), c.n, c.y()); }, 0, 1});
   const auto pair = [](int64_t n) { return std::vector<Shape>{{Kind::kF32, 2 * n}}; };
   ops.push_back(
       {"rope_head", "rope_head",
        [](int64_t n) { return std::vector<Shape>{{Kind::kF32, 2 * n}, {Kind::kF32, 2 * n}}; }, pair,
-       [](const Call& c) { c.table.rope_head(c.f(0), c.f(1), 2 * c.n, c.y()); }});
+       [](const Call& c) { c.kernels.rope_head(c.f(0), c.f(1), 2 * c.n, c.y()); }});
 }
 
 // Whole blocks that hold n elements.
@@ -264,11 +266,11 @@ inline void add_hadamard_ops(std::vector<RowOp>& ops) {
       const std::string name =
           "hadamard_row " + std::to_string(block) + (last ? " signs last" : "");
       ops.push_back({name, "hadamard_row", rows(2), rows(1), [=](const Call& c) {
-                       c.table.hadamard_row(c.f(0), c.f(1), whole(c.n), block, last, c.y());
+                       c.kernels.hadamard_row(c.f(0), c.f(1), whole(c.n), block, last, c.y());
                      }});
       ops.push_back({name + " in place", "hadamard_row", rows(2), rows(1),
                      [=](const Call& c) {
-                       c.table.hadamard_row(c.y(), c.f(1), whole(c.n), block, last, c.y());
+                       c.kernels.hadamard_row(c.y(), c.f(1), whole(c.n), block, last, c.y());
                      },
                      0, 0});
     }
@@ -298,20 +300,20 @@ inline void add_delta_rule(std::vector<RowOp>& ops, bool errors, bool gaps) {
                  [=](const Call& c) {
                    std::fill_n(c.y(1), of_tokens(out_stride), 77.0f);
                    if (errors) std::fill_n(c.y(2), of_tokens(error_stride), 77.0f);
-                   c.table.delta_rule({.state = c.y(0),
-                                       .key_dim = c.n,
-                                       .tokens = 3,
-                                       .q = c.f(1),
-                                       .k = c.f(1) + c.n,
-                                       .v = c.f(1) + 2 * c.n,
-                                       .row_stride = row_stride(c.n),
-                                       .decay = c.f(2),
-                                       .beta = c.f(2) + 2 * gate_stride + 1,
-                                       .gate_stride = gate_stride,
-                                       .out = c.y(1),
-                                       .out_stride = out_stride,
-                                       .errors = errors ? c.y(2) : nullptr,
-                                       .error_stride = error_stride});
+                   c.kernels.delta_rule({.state = c.y(0),
+                                         .key_dim = c.n,
+                                         .tokens = 3,
+                                         .q = c.f(1),
+                                         .k = c.f(1) + c.n,
+                                         .v = c.f(1) + 2 * c.n,
+                                         .row_stride = row_stride(c.n),
+                                         .decay = c.f(2),
+                                         .beta = c.f(2) + 2 * gate_stride + 1,
+                                         .gate_stride = gate_stride,
+                                         .out = c.y(1),
+                                         .out_stride = out_stride,
+                                         .errors = errors ? c.y(2) : nullptr,
+                                         .error_stride = error_stride});
                  },
                  1, 0});
 }
@@ -330,12 +332,12 @@ inline void add_delta_ops(std::vector<RowOp>& ops) {
                    [=](const Call& c) {
                      std::vector<const float*> x;
                      for (int64_t j = 0; j < taps; ++j) x.push_back(c.f(0) + j * c.n);
-                     c.table.conv_silu_row(x.data(), taps, c.f(1), c.n + gap, c.n, c.y());
+                     c.kernels.conv_silu_row(x.data(), taps, c.f(1), c.n + gap, c.n, c.y());
                    }});
   }
   ops.push_back(
       {"delta_gates_row", "delta_gates_row", float_rows(4), float_rows(2), [](const Call& c) {
-         c.table.delta_gates_row(c.f(0), c.f(1), c.f(2), c.f(3), c.n, c.y(0), c.y(1));
+         c.kernels.delta_gates_row(c.f(0), c.f(1), c.f(2), c.f(3), c.n, c.y(0), c.y(1));
        }});
   for (const bool errors : {false, true})
     for (const bool gaps : {false, true}) add_delta_rule(ops, errors, gaps);
@@ -346,7 +348,7 @@ inline void add_delta_ops(std::vector<RowOp>& ops) {
                        slab(n), {Kind::kF32, n}, {Kind::kF32, kStateColumns}, {Kind::kF32, 1}};
                  },
                  [=](int64_t n) { return std::vector<Shape>{slab(n)}; },
-                 [](const Call& c) { c.table.delta_replay(c.f(1), c.f(2), *c.f(3), c.n, c.y()); },
+                 [](const Call& c) { c.kernels.delta_replay(c.f(1), c.f(2), *c.f(3), c.n, c.y()); },
                  0, 0});
 }
 
@@ -397,7 +399,7 @@ inline void add_chunk_op(std::vector<RowOp>& ops, DType type, QueryRows q, bool 
                                   .scale = 0.25f,
                                   .next = nullptr,
                                   .first_hidden = q.first_hidden(length(c.n))};
-    c.table.attend_chunk(chunk, c.y(1), c.y(0));
+    c.kernels.attend_chunk(chunk, c.y(1), c.y(0));
   };
   ops.push_back({std::string("attend_chunk ") + name_of(type) + " rows " + std::to_string(q.rows) +
                      (long_context ? " positions" : " dim") + (slack ? " strided" : ""),
@@ -430,8 +432,8 @@ inline void add_int8_chunk_op(std::vector<RowOp>& ops, QueryRows q, bool long_co
     std::vector<int16_t> wide(static_cast<std::size_t>(q.rows * padded));
     std::vector<float> factors;
     for (int64_t r = 0; r < q.rows; ++r) {
-      factors.push_back(c.table.quantize_query(c.f(0) + r * dim(c.n), dim(c.n), padded,
-                                               wide.data() + r * padded));
+      factors.push_back(c.kernels.quantize_query(c.f(0) + r * dim(c.n), dim(c.n), padded,
+                                                 wide.data() + r * padded));
     }
     const AttentionChunk chunk = {.query = nullptr,
                                   .rows = q.rows,
@@ -447,7 +449,7 @@ inline void add_int8_chunk_op(std::vector<RowOp>& ops, QueryRows q, bool long_co
                                   .next = nullptr,
                                   .int8 = {wide.data(), factors.data(), c.f(3), c.f(4)},
                                   .first_hidden = q.first_hidden(length(c.n))};
-    c.table.attend_chunk(chunk, c.y(1), c.y(0));
+    c.kernels.attend_chunk(chunk, c.y(1), c.y(0));
   };
   ops.push_back({"attend_chunk int8 rows " + std::to_string(q.rows) +
                      (long_context ? " positions" : " dim") + (slack ? " strided" : ""),
@@ -464,8 +466,8 @@ inline void add_int8_attention_ops(std::vector<RowOp>& ops) {
       {"quantize_query", "quantize_query", float_rows(1),
        [](int64_t n) { return std::vector<Shape>{{Kind::kU16, wide_padded(n)}, {Kind::kF32, 1}}; },
        [](const Call& c) {
-         *c.y(1) =
-             c.table.quantize_query(c.f(0), c.n, wide_padded(c.n), static_cast<int16_t*>(c.out[0]));
+         *c.y(1) = c.kernels.quantize_query(c.f(0), c.n, wide_padded(c.n),
+                                            static_cast<int16_t*>(c.out[0]));
        }});
 }
 
@@ -486,10 +488,10 @@ inline void add_attention_ops(std::vector<RowOp>& ops) {
   ops.push_back({"merge_attention", "merge_attention",
                  [=](int64_t n) { return std::vector<Shape>{states(3, n), states(3, n)}; },
                  [=](int64_t n) { return std::vector<Shape>{states(3, n)}; },
-                 [](const Call& c) { c.table.merge_attention(3, c.n, c.f(1), c.y()); }, 1, 0});
+                 [](const Call& c) { c.kernels.merge_attention(3, c.n, c.f(1), c.y()); }, 1, 0});
   ops.push_back({"finish_attention", "finish_attention",
                  [=](int64_t n) { return std::vector<Shape>{states(1, n)}; }, float_rows(1),
-                 [](const Call& c) { c.table.finish_attention(c.n, c.f(0), c.y()); }, 1});
+                 [](const Call& c) { c.kernels.finish_attention(c.n, c.f(0), c.y()); }, 1});
 }
 
 // n is k; rows 1..5 of a matrix of 6, for 3 tokens.
@@ -501,7 +503,7 @@ inline void add_head_ops(std::vector<RowOp>& ops) {
                    },
                    [](int64_t) { return std::vector<Shape>{{Kind::kF32, 15}}; },
                    [type](const Call& c) {
-                     c.table.head_dense(c.f(0), 3, type, c.in[1], c.n, 1, 6, {64, 64}, c.y(), 5);
+                     c.kernels.head_dense(c.f(0), 3, type, c.in[1], c.n, 1, 6, {64, 64}, c.y(), 5);
                    }});
     // rows 16..20 of two tiles
     ops.push_back({std::string("dense_tiles ") + name_of(type), "dense_tiles",
@@ -510,7 +512,7 @@ inline void add_head_ops(std::vector<RowOp>& ops) {
                    },
                    [](int64_t) { return std::vector<Shape>{{Kind::kF32, 15}}; },
                    [type](const Call& c) {
-                     c.table.dense_tiles(c.f(0), 3, type, c.in[1], c.n, 0.3f, 16, 21, c.y(), 5);
+                     c.kernels.dense_tiles(c.f(0), 3, type, c.in[1], c.n, 0.3f, 16, 21, c.y(), 5);
                    }});
   }
   // rows 5, 3, 1, 4, 0 and 2 of them
@@ -523,7 +525,7 @@ inline void add_head_ops(std::vector<RowOp>& ops) {
                    const void* rows[6];
                    for (int i = 0; const int row : {5, 3, 1, 4, 0, 2})
                      rows[i++] = static_cast<const uint16_t*>(c.in[1]) + row * c.n;
-                   c.table.score_rows(c.f(0), 3, rows, 6, c.n, c.y(), 6);
+                   c.kernels.score_rows(c.f(0), 3, rows, 6, c.n, c.y(), 6);
                  }});
   const auto padded = [](int64_t n) { return (n + 127) / 128 * 128; };
   ops.push_back({"head_quantize_token", "head_quantize_token", float_rows(1),
@@ -535,7 +537,7 @@ inline void add_head_ops(std::vector<RowOp>& ops) {
                                              {Kind::kF32, 1}};
                  },
                  [padded](const Call& c) {
-                   *c.y(4) = c.table.head_quantize_token(
+                   *c.y(4) = c.kernels.head_quantize_token(
                        c.f(0), c.n, padded(c.n), static_cast<int16_t*>(c.out[0]),
                        static_cast<int8_t*>(c.out[1]), static_cast<int8_t*>(c.out[2]),
                        static_cast<int32_t*>(c.out[3]));
@@ -544,20 +546,21 @@ inline void add_head_ops(std::vector<RowOp>& ops) {
                  [](int64_t n) { return std::vector<Shape>{{Kind::kI8, n}, {Kind::kF32, 1}}; },
                  [](const Call& c) {
                    *c.y(1) =
-                       c.table.head_quantize_int8(c.f(0), c.n, static_cast<int8_t*>(c.out[0]));
+                       c.kernels.head_quantize_int8(c.f(0), c.n, static_cast<int8_t*>(c.out[0]));
                  }});
   for (const int64_t group : {64, 128}) {
     const auto groups = [group](int64_t n) { return (n + group - 1) / group; };
-    ops.push_back(
-        {"head_quantize_int4 " + std::to_string(group), "head_quantize_int4", float_rows(1),
-         [=](int64_t n) {
-           return std::vector<Shape>{
-               {Kind::kI8, groups(n) * group}, {Kind::kU16, groups(n)}, {Kind::kF32, 1}};
-         },
-         [group](const Call& c) {
-           *c.y(2) = c.table.head_quantize_int4(c.f(0), c.n, group, static_cast<uint8_t*>(c.out[0]),
-                                                static_cast<uint16_t*>(c.out[1]));
-         }});
+    ops.push_back({"head_quantize_int4 " + std::to_string(group), "head_quantize_int4",
+                   float_rows(1),
+                   [=](int64_t n) {
+                     return std::vector<Shape>{
+                         {Kind::kI8, groups(n) * group}, {Kind::kU16, groups(n)}, {Kind::kF32, 1}};
+                   },
+                   [group](const Call& c) {
+                     *c.y(2) = c.kernels.head_quantize_int4(c.f(0), c.n, group,
+                                                            static_cast<uint8_t*>(c.out[0]),
+                                                            static_cast<uint16_t*>(c.out[1]));
+                   }});
   }
 }
 
@@ -574,7 +577,8 @@ inline void add_split_op(std::vector<RowOp>& ops, float low, float high, bool su
   };
   const auto run = [=](const Call& c) {
     const float* from = in_place ? c.y(0) : c.f(0);
-    const Split s = c.table.split_row(from, c.n, 0.75f, low, high, sum, values ? c.y(0) : nullptr);
+    const Split s =
+        c.kernels.split_row(from, c.n, 0.75f, low, high, sum, values ? c.y(0) : nullptr);
     for (int64_t i = s.between; i < c.n; ++i) c.y(0)[i] = -1;  // what lies there is not defined
     auto* counts = static_cast<int32_t*>(c.out[1]);
     counts[0] = static_cast<int32_t>(s.above);
@@ -593,7 +597,7 @@ inline void add_find_op(std::vector<RowOp>& ops, float low, float high) {
   };
   const auto run = [=](const Call& c) {
     auto* ids = static_cast<int32_t*>(c.out[0]);
-    const int64_t found = c.table.find_row(c.f(0), c.n, 0.75f, low, high, ids);
+    const int64_t found = c.kernels.find_row(c.f(0), c.n, 0.75f, low, high, ids);
     for (int64_t i = found; i < c.n; ++i) ids[i] = -1;  // what lies there is not defined
     *static_cast<int32_t*>(c.out[1]) = static_cast<int32_t>(found);
   };
@@ -603,8 +607,8 @@ inline void add_find_op(std::vector<RowOp>& ops, float low, float high) {
 
 inline void add_noise_op(std::vector<RowOp>& ops, float threshold, bool in_place) {
   const auto run = [=](const Call& c) {
-    c.table.add_noise_row(in_place ? c.y() : c.f(0), c.n, 0.7f, 0x123456789abcdef0u, 70'001,
-                          threshold, c.y());
+    c.kernels.add_noise_row(in_place ? c.y() : c.f(0), c.n, 0.7f, 0x123456789abcdef0u, 70'001,
+                            threshold, c.y());
     for (int64_t i = 0; i < c.n; ++i)  // below, either is right
       if (c.y()[i] < threshold) c.y()[i] = -__builtin_inff();
   };
@@ -615,16 +619,16 @@ inline void add_noise_op(std::vector<RowOp>& ops, float threshold, bool in_place
 inline void add_sampling_ops(std::vector<RowOp>& ops) {
   ops.push_back({"max_row", "max_row", float_rows(1),
                  [](int64_t) { return std::vector<Shape>{{Kind::kF32, 1}}; },
-                 [](const Call& c) { *c.y() = c.table.max_row(c.f(0), c.n); }});
+                 [](const Call& c) { *c.y() = c.kernels.max_row(c.f(0), c.n); }});
   const auto outputs = [](int64_t n) {
     return std::vector<Shape>{{Kind::kF32, n}, {Kind::kF32, 2}};
   };
   ops.push_back({"exp_row", "exp_row", float_rows(1), outputs, [](const Call& c) {
-                   store_double(c.table.exp_row(c.f(0), c.n, 2.5f, 0.7f, c.y(0)), c.y(1));
+                   store_double(c.kernels.exp_row(c.f(0), c.n, 2.5f, 0.7f, c.y(0)), c.y(1));
                  }});
   ops.push_back({"exp_row in place", "exp_row", float_rows(1), outputs,
                  [](const Call& c) {
-                   store_double(c.table.exp_row(c.y(0), c.n, 2.5f, 0.7f, c.y(0)), c.y(1));
+                   store_double(c.kernels.exp_row(c.y(0), c.n, 2.5f, 0.7f, c.y(0)), c.y(1));
                  },
                  0, 0});
   constexpr float kInfinity = __builtin_inff();

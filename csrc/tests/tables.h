@@ -27,8 +27,8 @@ namespace test {
 
 inline bool under_emulator() { return std::getenv("BITNET_TEST_EMULATOR") != nullptr; }
 
-inline bool is_emulated(const KernelTable& table) {
-  return std::string(table.name).ends_with("_emulated");
+inline bool is_emulated(const KernelTable& kernels) {
+  return std::string(kernels.name).ends_with("_emulated");
 }
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
@@ -42,13 +42,13 @@ inline bool quick() { return kSanitized || std::getenv("BITNET_TEST_QUICK") != n
 
 // Sweeps divide their density by this: emulation costs a factor of 10 to 100, sanitizers one of 10
 // to 30.
-inline int64_t thinning(const KernelTable& table) {
-  return quick() || under_emulator() || is_emulated(table) ? 16 : 1;
+inline int64_t thinning(const KernelTable& kernels) {
+  return quick() || under_emulator() || is_emulated(kernels) ? 16 : 1;
 }
 
 inline std::vector<const KernelTable*> tables_under_test() {
   std::vector<const KernelTable*> tables = available_tables();
-  std::erase_if(tables, [](const KernelTable* table) { return !make_ready(*table); });
+  std::erase_if(tables, [](const KernelTable* kernels) { return !make_ready(*kernels); });
   const char* chosen = std::getenv("BITNET_TEST_TABLES");
   if (chosen != nullptr && std::string(chosen) == "emulated") tables = {all_tables().back()};
   if (under_emulator()) return tables;  // one emulation inside another would prove nothing new
@@ -60,37 +60,37 @@ inline std::vector<const KernelTable*> tables_under_test() {
 
 template <class F>
 void on_every_table(const F& f) {
-  for (const KernelTable* table : tables_under_test()) f(*table);
+  for (const KernelTable* kernels : tables_under_test()) f(*kernels);
 }
 
 // Whether AttentionChunk::pair_unit may be set: on this CPU, or where the instruction is emulated.
-inline bool may_use_pair_unit(const KernelTable& table) {
+inline bool may_use_pair_unit(const KernelTable& kernels) {
   float sums[16] = {};
-  const bool here = is_emulated(table) || pair_unit_in_order();
-  return here && table.add_pairs(sums, sums, 0, sums);
+  const bool here = is_emulated(kernels) || pair_unit_in_order();
+  return here && kernels.add_pairs(sums, sums, 0, sums);
 }
 
 // The same of AttentionChunk::matrix_unit.
-inline bool may_use_matrix_unit(const KernelTable& table) {
-  return std::string(table.name).starts_with("amx_int8") &&
-         (is_emulated(table) || tile_unit_in_order());
+inline bool may_use_matrix_unit(const KernelTable& kernels) {
+  return std::string(kernels.name).starts_with("amx_int8") &&
+         (is_emulated(kernels) || tile_unit_in_order());
 }
 
 // The rows of a table's list.
-inline std::vector<const ProductAlgorithm*> products_of(const KernelTable& table) {
+inline std::vector<const ProductAlgorithm*> products_of(const KernelTable& kernels) {
   std::vector<const ProductAlgorithm*> rows;
-  for (int64_t i = 0; i < kMaxProducts && table.products[i].name != nullptr; ++i)
-    rows.push_back(table.products + i);
+  for (int64_t i = 0; i < kMaxProducts && kernels.products[i].name != nullptr; ++i)
+    rows.push_back(kernels.products + i);
   return rows;
 }
 
 // By the row that is usual for the job.
-inline void run_usual(const KernelTable& table, const ProductJob& job,
+inline void run_usual(const KernelTable& kernels, const ProductJob& job,
                       const EpilogueJob* epilogue = nullptr) {
-  engine::algorithm_for(table, engine::shape_of(job)).run(job, epilogue);
+  engine::algorithm_for(kernels, engine::shape_of(job)).run(job, epilogue);
 }
 
-inline bool has_tables(const KernelTable& table) { return engine::tables_of(table) != nullptr; }
+inline bool has_tables(const KernelTable& kernels) { return engine::tables_of(kernels) != nullptr; }
 
 // So many rows of tiles, and a caller that has memory.
 inline ProductShape shape_for_tables(int64_t tokens, int64_t rows) {
@@ -103,14 +103,14 @@ inline ProductShape shape_for_tables(int64_t tokens, int64_t rows) {
 }
 
 // The same kernels, whose tables of sums want more memory than there is; one at a time.
-inline KernelTable without_scratch(const KernelTable& table) {
+inline KernelTable without_scratch(const KernelTable& kernels) {
   static ProductAlgorithm rows[kMaxProducts];
   static const ProductAlgorithm* tables;
-  tables = engine::tables_of(table);
-  KernelTable starved = table;
+  tables = engine::tables_of(kernels);
+  KernelTable starved = kernels;
   if (tables == nullptr) return starved;
-  std::copy_n(table.products, kMaxProducts, rows);
-  rows[tables - table.products].blocking = [](const ProductShape& shape) {
+  std::copy_n(kernels.products, kMaxProducts, rows);
+  rows[tables - kernels.products].blocking = [](const ProductShape& shape) {
     ProductBlocking blocking = tables->blocking(shape);
     blocking.scratch_bytes = int64_t{1} << 55;
     return blocking;
@@ -120,7 +120,7 @@ inline KernelTable without_scratch(const KernelTable& table) {
 }
 
 // The table that every other one must equal: the last of the list, plain C++.
-inline const KernelTable& scalar_table() { return *all_tables().back(); }
+inline const KernelTable& scalar_kernels() { return *all_tables().back(); }
 
 }  // namespace test
 }  // namespace bitnet

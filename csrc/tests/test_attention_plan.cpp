@@ -200,7 +200,7 @@ void choices_equal_to_each_token(const engine::AttentionPolicy& policy, int64_t 
   begin_case("%d tokens from %d on, %d threads", static_cast<int>(tokens), static_cast<int>(start),
              static_cast<int>(threads));
   constexpr int64_t kHeads = 4, kKvHeads = 2, kPages = kLength / kAttentionChunk;
-  const KernelTable& table = *scalar::table();
+  const KernelTable& kernels = *scalar::table();
   const Cache cache(1, kKvHeads);
   CachePool pool = cache.pool();
   std::vector<uint16_t> bounds(kPages * kKvHeads * 2 * kDim);
@@ -209,7 +209,7 @@ void choices_equal_to_each_token(const engine::AttentionPolicy& policy, int64_t 
                  kKvHeads * bytes, bytes};
   std::vector<float> row(3 * kDim);
   for (int64_t i = 0; i < kPages * kKvHeads; ++i)
-    engine::bound_page(table, pool, i / kKvHeads, i % kKvHeads, row.data());
+    engine::bound_page(kernels, pool, i / kKvHeads, i % kKvHeads, row.data());
   const AttentionShape shape{kHeads, kKvHeads, kDim, DType::kF32, 2.0f, pool, policy};
   std::vector<float> query(at(tokens * kHeads * kDim));
   Random random(11);
@@ -235,10 +235,11 @@ void choices_equal_to_each_token(const engine::AttentionPolicy& policy, int64_t 
     };
     CHECK(plan.choices() > 0, "no token chooses");
     each(plan.choices(), [&](int64_t i, float* mine) {
-      plan.choose(table, buffers, i, i + 1, shared.data(), mine);
+      plan.choose(kernels, buffers, i, i + 1, shared.data(), mine);
     });
-    each(plan.tasks(),
-         [&](int64_t i, float* mine) { plan.run(table, buffers, i, i + 1, shared.data(), mine); });
+    each(plan.tasks(), [&](int64_t i, float* mine) {
+      plan.run(kernels, buffers, i, i + 1, shared.data(), mine);
+    });
     return out;
   };
   const std::vector<float> together = attended(0, tokens, threads);

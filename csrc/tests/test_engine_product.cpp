@@ -35,13 +35,13 @@ struct Matrix {
   std::vector<uint8_t> canonical, tiles;
   Weight weight;
 
-  Matrix(Random& random, const KernelTable& table, WeightFormat format, int64_t n, int64_t k)
+  Matrix(Random& random, const KernelTable& kernels, WeightFormat format, int64_t n, int64_t k)
       : canonical(at(n * layout::row_bytes_for(k))) {
     for (int64_t i = 0; i < n * k; ++i) codes.push_back(static_cast<int8_t>(random.next() % 3) - 1);
     engine::pack(codes.data(), n, k, canonical.data());
     weight = engine::canonical_weight(canonical.data(), n, k);
     if (format == WeightFormat::kCanonical) return;
-    const int64_t lanes = table.tile_lanes;
+    const int64_t lanes = kernels.tile_lanes;
     weight = engine::tile_weight(nullptr, format, n, k, lanes);
     tiles.resize(at(weight.bytes()));
     weight.data = tiles.data();
@@ -56,17 +56,17 @@ struct Tokens {
   TokenBuffer buffer;
 
   // row_major: canonical weights read them
-  Tokens(Random& random, const KernelTable& table, int64_t tokens, int64_t k,
+  Tokens(Random& random, const KernelTable& kernels, int64_t tokens, int64_t k,
          bool row_major = false)
-      : buffer(table, tokens, k, 0, engine::ActivationFormat::kInt8, row_major) {
+      : buffer(kernels, tokens, k, 0, engine::ActivationFormat::kInt8, row_major) {
     std::vector<float> x(at(tokens * k));
     for (float& v : x) v = random.unit();
-    buffer.quantize(table, x.data(), DType::kF32);
+    buffer.quantize(kernels, x.data(), DType::kF32);
     codes.resize(x.size());
     for (int64_t m = 0; m < tokens; ++m) {
       int32_t sum;
-      scales.push_back(scalar_table().quantize_row(x.data() + m * k, k, k, codes.data() + m * k,
-                                                   kTokenStep, &sum));
+      scales.push_back(scalar_kernels().quantize_row(x.data() + m * k, k, k, codes.data() + m * k,
+                                                     kTokenStep, &sum));
       CHECK(sum == buffer.view().sums[m], "sum of token %d", static_cast<int>(m));
     }
   }
@@ -82,8 +82,8 @@ int32_t dot(const Matrix& w, const Tokens& x, int64_t n, int64_t m, int64_t from
 
 float rounded(DType type, float v) {
   char memory[4];
-  scalar_table().store_row(type, &v, 1, memory);
-  scalar_table().load_row(type, memory, 1, &v);
+  scalar_kernels().store_row(type, &v, 1, memory);
+  scalar_kernels().load_row(type, memory, 1, &v);
   return v;
 }
 
@@ -138,11 +138,11 @@ void check_stored(const Matrix& w, const Tokens& x, const Projection& p,
   }
 }
 
-void check_sums(const Matrix& w, const Tokens& x, const KernelTable& table, Random& random) {
+void check_sums(const Matrix& w, const Tokens& x, const KernelTable& kernels, Random& random) {
   const int64_t n_rows = w.weight.n_rows, tokens = x.buffer.view().tokens;
   std::vector<int32_t> sums(at(tokens * n_rows), 77);
   const Projection p = make_sums(w.weight, sums.data());
-  run_in_pieces(random, Product(table, x.buffer.view(), &p, 1));
+  run_in_pieces(random, Product(kernels, x.buffer.view(), &p, 1));
   for (int64_t i = 0; i < tokens * n_rows; ++i) {
     CHECK(sums[at(i)] == dot(w, x, i % n_rows, i / n_rows, 0, w.weight.k), "sum %d",
           static_cast<int>(i));
@@ -150,21 +150,21 @@ void check_sums(const Matrix& w, const Tokens& x, const KernelTable& table, Rand
 }
 
 // Stored as a type of two bytes, and read back.
-void check_typed(const Matrix& w, const Tokens& x, const KernelTable& table, Projection p,
+void check_typed(const Matrix& w, const Tokens& x, const KernelTable& kernels, Projection p,
                  Random& random) {
   const int64_t n_rows = w.weight.n_rows, tokens = x.buffer.view().tokens;
   for (const DType type : kTypes) {
     std::vector<char> memory(at(tokens * n_rows * element_size(type)));
     std::vector<float> out(at(tokens * n_rows));
     p.out = {StoreKind::kStore, type, memory.data(), n_rows * element_size(type)};
-    run_in_pieces(random, Product(table, x.buffer.view(), &p, 1));
-    scalar_table().load_row(type, memory.data(), tokens * n_rows, out.data());
+    run_in_pieces(random, Product(kernels, x.buffer.view(), &p, 1));
+    scalar_kernels().load_row(type, memory.data(), tokens * n_rows, out.data());
     check_stored(w, x, p, out, out);
   }
 }
 
 // Rounded floats stored, or added to what is there.
-void check_floats(const Matrix& w, const Tokens& x, const KernelTable& table, Projection p,
+void check_floats(const Matrix& w, const Tokens& x, const KernelTable& kernels, Projection p,
                   Random& random) {
   const int64_t n_rows = w.weight.n_rows, tokens = x.buffer.view().tokens;
   const auto stride_bytes = n_rows * static_cast<int64_t>(sizeof(float));
@@ -172,26 +172,26 @@ void check_floats(const Matrix& w, const Tokens& x, const KernelTable& table, Pr
     const std::vector<float> before = random_floats(random, tokens * n_rows);
     std::vector<float> out = before;
     p.out = {kind, DType::kBF16, out.data(), stride_bytes};
-    run_in_pieces(random, Product(table, x.buffer.view(), &p, 1));
+    run_in_pieces(random, Product(kernels, x.buffer.view(), &p, 1));
     check_stored(w, x, p, before, out);
   }
 }
 
 // Two matrices in more blocks of tokens and parts of K than one thread would cut them into, twice
 // over the same memory for parts.
-void check_cuts(const KernelTable& table, int64_t k, int64_t tokens) {
+void check_cuts(const KernelTable& kernels, int64_t k, int64_t tokens) {
   constexpr int64_t kMaxTokens = 64;
   Random random(static_cast<uint64_t>(k + tokens));
   const float scale = 0.5f;
-  const Matrix q(random, table, WeightFormat::kTwoBit, 150, k);
-  const Matrix v(random, table, WeightFormat::kBase3, 170, k);
-  const Tokens x(random, table, tokens, k);
+  const Matrix q(random, kernels, WeightFormat::kTwoBit, 150, k);
+  const Matrix v(random, kernels, WeightFormat::kBase3, 170, k);
+  const Tokens x(random, kernels, tokens, k);
   const int64_t row_blocks = q.weight.row_blocks + v.weight.row_blocks;
   for (const auto& [blocks, parts] : {std::pair{2, 1}, {1, 2}, {2, 3}, {3, 2}}) {
     const ProductPlan cut{.token_blocks = blocks, .k_parts = parts};
     const int64_t each = (tokens + cut.token_blocks - 1) / cut.token_blocks;
     if (each > 32) continue;
-    begin_case("%s, K=%d, %d tokens in %d blocks, %d parts", table.name, static_cast<int>(k),
+    begin_case("%s, K=%d, %d tokens in %d blocks, %d parts", kernels.name, static_cast<int>(k),
                static_cast<int>(tokens), static_cast<int>(cut.token_blocks),
                static_cast<int>(cut.k_parts));
     const int64_t cells = row_blocks * cut.token_blocks;
@@ -201,7 +201,7 @@ void check_cuts(const KernelTable& table, int64_t k, int64_t tokens) {
     const Projection both[] = {
         engine::make_projection(q.weight, &scale, 1, DType::kF32, of_q.data()),
         engine::make_projection(v.weight, &scale, 1, DType::kF32, of_v.data())};
-    const Product product(table, x.buffer.view(), both, 2, cut, {sums.data(), done.data()});
+    const Product product(kernels, x.buffer.view(), both, 2, cut, {sums.data(), done.data()});
     CHECK(product.units() == cells * cut.k_parts, "%d units", static_cast<int>(product.units()));
     for (int i = 0; i < 2; ++i) {
       std::ranges::fill(of_q, -1.0f);
@@ -216,29 +216,29 @@ void check_cuts(const KernelTable& table, int64_t k, int64_t tokens) {
 
 // Two matrices by tables of sums, cut for many threads: in more blocks of tokens and parts of rows
 // than one thread would cut them into.
-void check_table_cuts(const KernelTable& table) {
+void check_table_cuts(const KernelTable& kernels) {
   constexpr int64_t kRows = 1300, kTokens = 150, kWide = 256;
-  const ProductAlgorithm* tables = engine::tables_of(table);
+  const ProductAlgorithm* tables = engine::tables_of(kernels);
   const ProductShape shape = shape_for_tables(kTokens, kRows);
   if (tables == nullptr || !tables->usual(shape)) return;
   Random random(7);
   const float scale = 0.5f;
-  const Matrix q(random, table, WeightFormat::kTwoBit, 620, kWide);
-  const Matrix v(random, table, WeightFormat::kBase3, kRows - 620, kWide);
-  const Tokens x(random, table, kTokens, kWide);
+  const Matrix q(random, kernels, WeightFormat::kTwoBit, 620, kWide);
+  const Matrix v(random, kernels, WeightFormat::kBase3, kRows - 620, kWide);
+  const Tokens x(random, kernels, kTokens, kWide);
   const int64_t row_blocks = q.weight.row_blocks + v.weight.row_blocks;
   for (const auto& [blocks, parts] : {std::pair{1, 1}, {2, 2}, {5, 3}}) {
     const ProductPlan cut{.algorithm = tables,
                           .blocking = tables->blocking(shape),
                           .token_blocks = blocks,
                           .row_parts = parts};
-    begin_case("%s, %d blocks, %d parts by tables", table.name, static_cast<int>(cut.token_blocks),
-               static_cast<int>(cut.row_parts));
+    begin_case("%s, %d blocks, %d parts by tables", kernels.name,
+               static_cast<int>(cut.token_blocks), static_cast<int>(cut.row_parts));
     std::vector<float> of_q(at(kTokens * q.weight.n_rows)), of_v(at(kTokens * v.weight.n_rows));
     const Projection both[] = {
         engine::make_projection(q.weight, &scale, 1, DType::kF32, of_q.data()),
         engine::make_projection(v.weight, &scale, 1, DType::kF32, of_v.data())};
-    const Product product(table, x.buffer.view(), both, 2, cut);
+    const Product product(kernels, x.buffer.view(), both, 2, cut);
     CHECK(product.units() == row_blocks * cut.token_blocks, "%d units",
           static_cast<int>(product.units()));
     const ClaimRule rule = product.claim();
@@ -252,13 +252,13 @@ void check_table_cuts(const KernelTable& table) {
 
 // What is cut for many threads makes them end together; one and two threads keep what is best for
 // one.
-void cuts_for_threads(const KernelTable& table) {
+void cuts_for_threads(const KernelTable& kernels) {
   constexpr int64_t kRows = 2560, kWide = 6912;
   const layout::WeightLayout& layout = layout::layout_of(WeightFormat::kTwoBit);
-  const int64_t row_blocks = layout.row_blocks(kRows, table.tile_lanes);
+  const int64_t row_blocks = layout.row_blocks(kRows, kernels.tile_lanes);
   const auto cut_of = [&](int64_t tokens, bool splits_k, int64_t threads) {
-    const int64_t rows = layout.block_rows(table.tile_lanes);
-    return engine::plan_product(table,
+    const int64_t rows = layout.block_rows(kernels.tile_lanes);
+    return engine::plan_product(kernels,
                                 {.format = WeightFormat::kTwoBit,
                                  .tokens = tokens,
                                  .k = kWide,
@@ -271,7 +271,7 @@ void cuts_for_threads(const KernelTable& table) {
   for (const int64_t tokens : {1, 16, 128, 512}) {
     const int64_t max_tokens = cut_of(tokens, false, 1).blocking.tokens;
     for (const int64_t threads : {1, 2, 8, 16, 32, 64}) {
-      begin_case("%s, %d tokens for %d threads", table.name, static_cast<int>(tokens),
+      begin_case("%s, %d tokens for %d threads", kernels.name, static_cast<int>(tokens),
                  static_cast<int>(threads));
       const ProductPlan cut = cut_of(tokens, true, threads), plain = cut_of(tokens, false, threads);
       CHECK(plain.k_parts == 1 && plain.sums == 0, "%d parts", static_cast<int>(plain.k_parts));
@@ -286,19 +286,19 @@ void cuts_for_threads(const KernelTable& table) {
   }
 }
 
-void check_table(const KernelTable& table, int64_t n, int64_t k, int64_t tokens) {
+void check_table(const KernelTable& kernels, int64_t n, int64_t k, int64_t tokens) {
   Random random(static_cast<uint64_t>(n * 1000 + k + tokens));
   const std::vector<float> scales = random_floats(random, n), bias = random_floats(random, n);
   for (const WeightFormat format : layout::kWeightFormats) {
-    begin_case("%s format %d, %dx%d, %d tokens", table.name, static_cast<int>(format),
+    begin_case("%s format %d, %dx%d, %d tokens", kernels.name, static_cast<int>(format),
                static_cast<int>(n), static_cast<int>(k), static_cast<int>(tokens));
-    const Matrix w(random, table, format, n, k);
-    const Tokens x(random, table, tokens, k, w.weight.reads_rows());
-    check_sums(w, x, table, random);
+    const Matrix w(random, kernels, format, n, k);
+    const Tokens x(random, kernels, tokens, k, w.weight.reads_rows());
+    check_sums(w, x, kernels, random);
     for (const int64_t step : {0, 1}) {
       const Projection p{&w.weight, scales.data(), step, step == 0 ? nullptr : bias.data(), {}};
-      check_typed(w, x, table, p, random);
-      check_floats(w, x, table, p, random);
+      check_typed(w, x, kernels, p, random);
+      check_floats(w, x, kernels, p, random);
     }
   }
 }
@@ -325,12 +325,12 @@ void run_tiled(const ProductJob& job, const EpilogueJob* epilogue) {
   ProductJob plain = job;
   plain.x = rows.data();
   plain.x_stride = k;
-  run_usual(scalar_table(), plain, epilogue);
+  run_usual(scalar_kernels(), plain, epilogue);
 }
 
 void tokens_in_tiles() {
-  KernelTable table = scalar_table();
-  table.name = "tiled";
+  KernelTable kernels = scalar_kernels();
+  kernels.name = "tiled";
   ProductAlgorithm list[kMaxProducts] = {
       {"tiled", [](const ProductShape& s) { return !s.row_major(); },
        [](const ProductShape& s) { return !s.row_major(); },
@@ -344,35 +344,35 @@ void tokens_in_tiles() {
                                 .tokens_outermost = true};
        },
        run_tiled},
-      *engine::find_algorithm(table, "canonical")};
-  table.products = list;
+      *engine::find_algorithm(kernels, "canonical")};
+  kernels.products = list;
   for (const int64_t tokens : {1, 31, 32, 33, 64, 65, 100}) {
     tiled_k = 300;
-    check_table(table, 70, tiled_k, tokens);
-    check_cuts(table, tiled_k, tokens);
+    check_table(kernels, 70, tiled_k, tokens);
+    check_cuts(kernels, tiled_k, tokens);
   }
   begin_case("claims of a tiled product");
   Random random(5);
-  const Matrix w(random, table, WeightFormat::kTwoBit, 320, 64);
-  const Tokens x(random, table, 100, 64);
+  const Matrix w(random, kernels, WeightFormat::kTwoBit, 320, 64);
+  const Tokens x(random, kernels, 100, 64);
   const Projection p = make_sums(w.weight, nullptr);
-  const ClaimRule rule = Product(table, x.buffer.view(), &p, 1).claim();
+  const ClaimRule rule = Product(kernels, x.buffer.view(), &p, 1).claim();
   CHECK(rule.min * w.weight.block_rows == 64 && rule.parts == 3, "min %d, parts %d",
         static_cast<int>(rule.min), static_cast<int>(rule.parts));
 }
 
 // ---- several matrices of the same tokens, on threads --------------------------------------------
 
-void on_threads(const KernelTable& table) {
+void on_threads(const KernelTable& kernels) {
   Random random(11);
   const int64_t k = 512, tokens = 70;
-  const Matrix q(random, table, WeightFormat::kTwoBit, 500, k);
-  const Matrix v(random, table, WeightFormat::kBase3, 130, k);
-  const Matrix c(random, table, WeightFormat::kCanonical, 77, k);
-  const Tokens x(random, table, tokens, k, true);
+  const Matrix q(random, kernels, WeightFormat::kTwoBit, 500, k);
+  const Matrix v(random, kernels, WeightFormat::kBase3, 130, k);
+  const Matrix c(random, kernels, WeightFormat::kCanonical, 77, k);
+  const Tokens x(random, kernels, tokens, k, true);
   const float scale = 0.5f;
   for (const int64_t threads : {1, 2, 3, 7}) {
-    begin_case("%s, %d threads", table.name, static_cast<int>(threads));
+    begin_case("%s, %d threads", kernels.name, static_cast<int>(threads));
     pool_threads = threads;
     std::vector<std::vector<float>> out;
     for (const Matrix* w : {&q, &v, &c}) out.emplace_back(at(tokens * w->weight.n_rows), -1.0f);
@@ -381,7 +381,7 @@ void on_threads(const KernelTable& table) {
       const Matrix& w = i == 0 ? q : i == 1 ? v : c;
       all.push_back(engine::make_projection(w.weight, &scale, 1, DType::kF32, out[i].data()));
     }
-    engine::multiply(table, x.buffer.view(), all.data(), 3);
+    engine::multiply(kernels, x.buffer.view(), all.data(), 3);
     for (std::size_t i = 0; i < 3; ++i) {
       check_stored(i == 0 ? q : i == 1 ? v : c, x, all[i], out[i], out[i]);
     }
@@ -392,23 +392,23 @@ void on_threads(const KernelTable& table) {
 // Matrices in tiles alone, of so many rows and tokens that they are multiplied by tables of sums
 // where the table has them: parts of rows that meet inside a matrix and at its end, blocks of
 // tokens that are not full, more threads than blocks.
-void tables_on_threads(const KernelTable& table) {
+void tables_on_threads(const KernelTable& kernels) {
   Random random(12);
   const int64_t k = 192;
-  const Matrix q(random, table, WeightFormat::kTwoBit, 2300, k);
-  const Matrix v(random, table, WeightFormat::kBase3, 333, k);
+  const Matrix q(random, kernels, WeightFormat::kTwoBit, 2300, k);
+  const Matrix v(random, kernels, WeightFormat::kBase3, 333, k);
   const float scale = 0.5f;
   for (const int64_t tokens : {16, 40, 140}) {
-    const Tokens x(random, table, tokens, k);
+    const Tokens x(random, kernels, tokens, k);
     for (const int64_t threads : {1, 2, 3, 7}) {
-      begin_case("%s, %d tokens, %d threads", table.name, static_cast<int>(tokens),
+      begin_case("%s, %d tokens, %d threads", kernels.name, static_cast<int>(tokens),
                  static_cast<int>(threads));
       pool_threads = threads;
       std::vector<float> of_q(at(tokens * 2300), -1.0f), of_v(at(tokens * 333), -1.0f);
       const Projection both[] = {
           engine::make_projection(q.weight, &scale, 1, DType::kF32, of_q.data()),
           engine::make_projection(v.weight, &scale, 1, DType::kF32, of_v.data())};
-      engine::multiply(table, x.buffer.view(), both, 2);
+      engine::multiply(kernels, x.buffer.view(), both, 2);
       check_stored(q, x, both[0], of_q, of_q);
       check_stored(v, x, both[1], of_v, of_v);
     }
@@ -420,46 +420,46 @@ void tables_on_threads(const KernelTable& table) {
 TEST(tables_without_memory) {
   if (kSanitized) return not_here("an allocator that may fail");
   use_plain_threads();
-  for (const KernelTable* table : tables_under_test()) {
-    const KernelTable starved = without_scratch(*table);
+  for (const KernelTable* kernels : tables_under_test()) {
+    const KernelTable starved = without_scratch(*kernels);
     tables_on_threads(starved);
   }
 }
 
 TEST(tables_on_threads) {
   use_plain_threads();
-  for (const KernelTable* table : tables_under_test()) tables_on_threads(*table);
+  for (const KernelTable* kernels : tables_under_test()) tables_on_threads(*kernels);
 }
 
 TEST(on_threads) {
   use_plain_threads();
-  for (const KernelTable* table : tables_under_test()) on_threads(*table);
+  for (const KernelTable* kernels : tables_under_test()) on_threads(*kernels);
 }
 
 TEST(every_layout) {
   use_plain_threads();
-  for (const KernelTable* table : tables_under_test()) {
+  for (const KernelTable* kernels : tables_under_test()) {
     for (const int64_t tokens : {1, 2, 3, 5, 17, 48, 65, 130}) {
-      if (thinning(*table) > 1 && tokens > 17) continue;
-      check_table(*table, 150, 200, tokens);
+      if (thinning(*kernels) > 1 && tokens > 17) continue;
+      check_table(*kernels, 150, 200, tokens);
     }
     // tiles of tokens: a chunk of 128 and one token more; K of the fewest operands, and of three
     // blocks of them
-    if (thinning(*table) == 1 || kSanitized) {
-      check_table(*table, 70, 192, 129);
-      check_table(*table, 90, 1900, 37);
+    if (thinning(*kernels) == 1 || kSanitized) {
+      check_table(*kernels, 70, 192, 129);
+      check_table(*kernels, 90, 1900, 37);
     }
-    check_table(*table, 1, 1, 6);
-    check_table(*table, 700, 130, 9);
+    check_table(*kernels, 1, 1, 6);
+    check_table(*kernels, 700, 130, 9);
   }
 }
 
 TEST(cuts) {
   use_plain_threads();
-  for (const KernelTable* table : tables_under_test()) {
-    for (const int64_t tokens : {1, 7, 37}) check_cuts(*table, 700, tokens);
-    cuts_for_threads(*table);
-    check_table_cuts(*table);
+  for (const KernelTable* kernels : tables_under_test()) {
+    for (const int64_t tokens : {1, 7, 37}) check_cuts(*kernels, 700, tokens);
+    cuts_for_threads(*kernels);
+    check_table_cuts(*kernels);
   }
 }
 

@@ -38,8 +38,8 @@ void use_measured() {
 }
 
 // What was measured for products of so many tokens, by row of the list; 0: nothing was.
-const float* seconds_of(const KernelTable& table, int64_t tokens) {
-  return table.choices
+const float* seconds_of(const KernelTable& kernels, int64_t tokens) {
+  return kernels.choices
       ->of({.format = layout::WeightFormat::kTwoBit,
             .tokens = tokens,
             .k = kK,
@@ -48,15 +48,15 @@ const float* seconds_of(const KernelTable& table, int64_t tokens) {
       .seconds;
 }
 
-bool is_measured(const KernelTable& table, int64_t tokens) {
-  const float* seconds = seconds_of(table, tokens);
+bool is_measured(const KernelTable& kernels, int64_t tokens) {
+  const float* seconds = seconds_of(kernels, tokens);
   return std::any_of(seconds, seconds + kMaxProducts, [](float s) { return s > 0; });
 }
 
-ProductPlan plan_of(const KernelTable& table, int64_t tokens, int64_t rows, bool tables = true,
+ProductPlan plan_of(const KernelTable& kernels, int64_t tokens, int64_t rows, bool tables = true,
                     int64_t threads = 1) {
-  const int64_t block_rows = 4 * table.tile_lanes;
-  return engine::plan_product(table,
+  const int64_t block_rows = 4 * kernels.tile_lanes;
+  return engine::plan_product(kernels,
                               {.format = layout::WeightFormat::kTwoBit,
                                .tokens = tokens,
                                .k = kK,
@@ -69,41 +69,41 @@ ProductPlan plan_of(const KernelTable& table, int64_t tokens, int64_t rows, bool
 // One token's weights come from memory, and a matrix unit wants its own order of tokens.
 TEST(one_token_measures_nothing) {
   use_measured();
-  for (const KernelTable* table : tables_under_test()) {
-    begin_case("%s", table->name);
-    plan_of(*table, 1, 1 << 16);
-    CHECK(!is_measured(*table, 1), "measured");
-    const bool matrix = engine::find_algorithm(*table, "matrix") != nullptr;
-    plan_of(*table, 64, 1 << 14);
-    if (matrix) CHECK(!is_measured(*table, 64), "measured beside a matrix unit");
+  for (const KernelTable* kernels : tables_under_test()) {
+    begin_case("%s", kernels->name);
+    plan_of(*kernels, 1, 1 << 16);
+    CHECK(!is_measured(*kernels, 1), "measured");
+    const bool matrix = engine::find_algorithm(*kernels, "matrix") != nullptr;
+    plan_of(*kernels, 64, 1 << 14);
+    if (matrix) CHECK(!is_measured(*kernels, 64), "measured beside a matrix unit");
   }
 }
 
 // A matrix of 2 bit weights, tokens, and what their product has to be.
 class Sample {
  public:
-  Sample(const KernelTable& table, int64_t rows, int64_t tokens)
-      : table_(table),
+  Sample(const KernelTable& kernels, int64_t rows, int64_t tokens)
+      : kernels_(kernels),
         weight_(engine::tile_weight(nullptr, engine::WeightFormat::kTwoBit, rows, kK,
-                                    table.tile_lanes)),
+                                    kernels.tile_lanes)),
         tiles_(at(weight_.bytes())),
         codes_(at(rows * kK)),
         x_(at(tokens * kK)),
-        buffer_(table, tokens, kK) {
+        buffer_(kernels, tokens, kK) {
     Random random(3);
     for (int8_t& code : codes_) code = static_cast<int8_t>(random.next() % 3) - 1;
     for (int8_t& x : x_) x = static_cast<int8_t>(random.next());
     std::vector<uint8_t> canonical(at(rows * layout::row_bytes_for(kK)));
     engine::pack(codes_.data(), rows, kK, canonical.data());
     weight_.data = tiles_.data();
-    engine::repack(canonical.data(), weight_, table.tile_lanes, tiles_.data());
-    buffer_.copy_quantized(table, x_.data(), nullptr);
+    engine::repack(canonical.data(), weight_, kernels.tile_lanes, tiles_.data());
+    buffer_.copy_quantized(kernels, x_.data(), nullptr);
   }
 
   std::vector<int32_t> product() const {
     std::vector<int32_t> sums(at(buffer_.view().tokens * weight_.n_rows), 77);
     const Projection p = engine::make_sums(weight_, sums.data());
-    engine::multiply(table_, buffer_.view(), &p, 1);
+    engine::multiply(kernels_, buffer_.view(), &p, 1);
     return sums;
   }
   int32_t sum(int64_t row, int64_t token) const {
@@ -121,7 +121,7 @@ class Sample {
   }
 
  private:
-  const KernelTable& table_;
+  const KernelTable& kernels_;
   engine::Weight weight_;
   std::vector<uint8_t> tiles_;
   std::vector<int8_t> codes_, x_;
@@ -131,9 +131,9 @@ class Sample {
 TEST(threads_come_at_once) {
   use_measured();
   constexpr int kThreads = 7;
-  for (const KernelTable* table : tables_under_test()) {
-    begin_case("%s", table->name);
-    const Sample sample(*table, 1100, 33);
+  for (const KernelTable* kernels : tables_under_test()) {
+    begin_case("%s", kernels->name);
+    const Sample sample(*kernels, 1100, 33);
     std::vector<std::vector<int32_t>> sums(kThreads);
     std::vector<std::thread> threads;
     for (std::vector<int32_t>& of_thread : sums)
@@ -141,27 +141,27 @@ TEST(threads_come_at_once) {
     for (std::thread& thread : threads) thread.join();
     sample.check(sums[0]);
     for (const std::vector<int32_t>& others : sums) CHECK(others == sums[0], "other sums");
-    CHECK(!has_tables(*table) || is_measured(*table, 33), "not measured");
+    CHECK(!has_tables(*kernels) || is_measured(*kernels, 33), "not measured");
   }
 }
 
 TEST(what_was_measured_decides) {
   use_measured();
-  for (const KernelTable* table : tables_under_test()) {
-    begin_case("%s", table->name);
-    const ProductPlan cut = plan_of(*table, 64, 2048);
-    if (!is_measured(*table, 64)) continue;
-    const float* seconds = seconds_of(*table, 64);
+  for (const KernelTable* kernels : tables_under_test()) {
+    begin_case("%s", kernels->name);
+    const ProductPlan cut = plan_of(*kernels, 64, 2048);
+    if (!is_measured(*kernels, 64)) continue;
+    const float* seconds = seconds_of(*kernels, 64);
     const std::vector<float> before(seconds, seconds + kMaxProducts);
-    const float taken = seconds[cut.algorithm - table->products];
+    const float taken = seconds[cut.algorithm - kernels->products];
     CHECK(taken > 0, "%s was not measured", cut.algorithm->name);
     for (int64_t i = 0; i < kMaxProducts; ++i) {
       if (seconds[i] == 0) continue;
-      std::printf("%s: %s %.0f us%s\n", table->name, table->products[i].name,
+      std::printf("%s: %s %.0f us%s\n", kernels->name, kernels->products[i].name,
                   static_cast<double>(seconds[i]) * 1e6,
-                  table->products + i == cut.algorithm ? ", taken" : "");
+                  kernels->products + i == cut.algorithm ? ", taken" : "");
     }
-    plan_of(*table, 128, 4096);
+    plan_of(*kernels, 128, 4096);
     CHECK(std::equal(before.begin(), before.end(), seconds), "measured again");
   }
 }
@@ -169,8 +169,8 @@ TEST(what_was_measured_decides) {
 // Kernels that compute nothing and take their time, on any CPU. Their lists live as long as the
 // process.
 KernelTable sleeping(const char* name, void (*run)(const ProductJob&, const EpilogueJob*)) {
-  KernelTable table = scalar_table();
-  table.name = name;
+  KernelTable kernels = scalar_kernels();
+  kernels.name = name;
   static std::deque<std::array<ProductAlgorithm, kMaxProducts>> lists;
   static std::deque<ProductChoices> choices;
   auto& list = lists.emplace_back();
@@ -186,11 +186,11 @@ KernelTable sleeping(const char* name, void (*run)(const ProductJob&, const Epil
                                       .scratch_bytes = 4096};
              },
              run};
-  list[1] = *engine::find_algorithm(table, "direct");
+  list[1] = *engine::find_algorithm(kernels, "direct");
   list[1].run = run;
-  table.products = list.data();
-  table.choices = &choices.emplace_back();
-  return table;
+  kernels.products = list.data();
+  kernels.choices = &choices.emplace_back();
+  return kernels;
 }
 
 template <int kByTables, int kMultiplied>
@@ -213,7 +213,7 @@ TEST(the_faster_way_is_taken) {
 // Of times by hand: the margin, and what one of the two series says.
 TEST(the_fastest_needs_a_margin_in_both_series) {
   begin_case("times by hand");
-  const ProductAlgorithm* rows = scalar_table().products;
+  const ProductAlgorithm* rows = scalar_kernels().products;
   const auto taken = [&](engine::RowTime usual, engine::RowTime other) {
     return engine::fastest({usual, other}) - rows;
   };
@@ -229,18 +229,18 @@ TEST(the_fastest_needs_a_margin_in_both_series) {
 TEST(few_tokens_are_measured_by_themselves) {
   use_measured();
   begin_case("tables that gain from 64 tokens on");
-  const KernelTable table = sleeping("many alone", [](const ProductJob& job, const EpilogueJob*) {
+  const KernelTable kernels = sleeping("many alone", [](const ProductJob& job, const EpilogueJob*) {
     const bool gain = job.scratch != nullptr && job.tokens == 64;
     std::this_thread::sleep_for(std::chrono::milliseconds(gain ? 2 : 4));
   });
-  CHECK(!plan_of(table, 32, 2048).by_tables(), "few tokens by tables");
-  CHECK(plan_of(table, 64, 2048).by_tables(), "multiplied");
+  CHECK(!plan_of(kernels, 32, 2048).by_tables(), "few tokens by tables");
+  CHECK(plan_of(kernels, 64, 2048).by_tables(), "multiplied");
 }
 
 // Rows that are too few for the threads are not cut further than tables are worth; tokens are.
 TEST(many_threads_take_fewer_tokens) {
   use_measured();
-  const KernelTable table = sleeping("many threads", sleep_for<3, 6>);
+  const KernelTable kernels = sleeping("many threads", sleep_for<3, 6>);
   struct Case {
     int64_t threads, tokens, rows, blocks, parts;  // 0 blocks: multiplied
   };
@@ -254,7 +254,7 @@ TEST(many_threads_take_fewer_tokens) {
        }) {
     begin_case("%d threads, %d tokens, %d rows", static_cast<int>(c.threads),
                static_cast<int>(c.tokens), static_cast<int>(c.rows));
-    const ProductPlan cut = plan_of(table, c.tokens, c.rows, true, c.threads);
+    const ProductPlan cut = plan_of(kernels, c.tokens, c.rows, true, c.threads);
     CHECK(cut.by_tables() == (c.blocks != 0), "by %s", cut.algorithm->name);
     if (!cut.by_tables()) continue;
     CHECK(cut.token_blocks == c.blocks && cut.row_parts == c.parts, "%d blocks, %d parts",
@@ -266,15 +266,15 @@ TEST(one_of_many_threads_measures) {
   use_measured();
   begin_case("threads that ask at once");
   static std::atomic<int> products{0};
-  const KernelTable table = sleeping("counted", [](const ProductJob&, const EpilogueJob*) {
+  const KernelTable kernels = sleeping("counted", [](const ProductJob&, const EpilogueJob*) {
     ++products;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   });
   std::vector<std::thread> threads;
-  for (int i = 0; i < 7; ++i) threads.emplace_back([&] { plan_of(table, 64, 2048); });
+  for (int i = 0; i < 7; ++i) threads.emplace_back([&] { plan_of(kernels, 64, 2048); });
   for (std::thread& thread : threads) thread.join();
   const int once = products;
-  plan_of(table, 64, 2048);
+  plan_of(kernels, 64, 2048);
   CHECK(once > 0 && products == once, "measured again");
 }
 
@@ -282,9 +282,9 @@ TEST(one_of_many_threads_measures) {
 TEST(without_memory_products_are_multiplied) {
   if (kSanitized) return not_here("an allocator that may fail");
   use_measured();
-  for (const KernelTable* table : tables_under_test()) {
-    const std::string name = std::string("starved ") + table->name;
-    KernelTable starved = without_scratch(*table);
+  for (const KernelTable* kernels : tables_under_test()) {
+    const std::string name = std::string("starved ") + kernels->name;
+    KernelTable starved = without_scratch(*kernels);
     starved.name = name.c_str();
     ProductChoices choices;
     starved.choices = &choices;

@@ -40,7 +40,7 @@ struct Matrix {
   Weight weight;
 
   template <class Code>
-  Matrix(Random& random, const KernelTable& table, WeightFormat format, int64_t n_rows,
+  Matrix(Random& random, const KernelTable& kernels, WeightFormat format, int64_t n_rows,
          int64_t columns, int64_t group_weights, Code code)
       : n(n_rows),
         k(columns),
@@ -56,16 +56,16 @@ struct Matrix {
     engine::pack(codes.data(), n, k, canonical.data());
     weight = engine::canonical_weight(canonical.data(), n, k);
     if (format == WeightFormat::kCanonical) return;
-    weight = engine::tile_weight(nullptr, format, n, k, table.tile_lanes);
+    weight = engine::tile_weight(nullptr, format, n, k, kernels.tile_lanes);
     tiles.resize(at(weight.bytes()));
     weight.data = tiles.data();
-    CHECK(engine::repack(canonical.data(), weight, table.tile_lanes, tiles.data()), "code 3");
+    CHECK(engine::repack(canonical.data(), weight, kernels.tile_lanes, tiles.data()), "code 3");
     const int64_t rows = weight.block_rows;
     for (int64_t i = 0; i < weight.row_blocks * groups * rows; ++i) {
       const int64_t row = i / (groups * rows) * rows + i % rows, g = i / rows % groups;
       blocked.push_back(row < n ? scales[at(row * groups + g)] : 0.0f);
       uint16_t half = 0;
-      scalar_table().store_row(DType::kF16, &blocked.back(), 1, &half);
+      scalar_kernels().store_row(DType::kF16, &blocked.back(), 1, &half);
       blocked16.push_back(half);
     }
   }
@@ -130,8 +130,8 @@ float expected(const Matrix& w, const Quantized& x, int64_t n) {
 
 float rounded(DType type, float v) {
   char memory[4];
-  scalar_table().store_row(type, &v, 1, memory);
-  scalar_table().load_row(type, memory, 1, &v);
+  scalar_kernels().store_row(type, &v, 1, memory);
+  scalar_kernels().load_row(type, memory, 1, &v);
   return v;
 }
 
@@ -144,11 +144,11 @@ float answer(const Matrix& w, const Quantized& x, ActivationFormat format, int64
   return expected(w, plain, n) * x.worth[0];
 }
 
-void check_product(const KernelTable& table, const Matrix& w, const engine::GroupScales& scales,
+void check_product(const KernelTable& kernels, const Matrix& w, const engine::GroupScales& scales,
                    ActivationFormat format, const std::vector<float>& x, int64_t tokens,
                    Random& random) {
-  TokenBuffer buffer(table, tokens, w.k, w.group, format);
-  buffer.quantize(table, x.data(), DType::kF32);
+  TokenBuffer buffer(kernels, tokens, w.k, w.group, format);
+  buffer.quantize(kernels, x.data(), DType::kF32);
   std::vector<float> bias(at(w.n));
   for (float& b : bias) b = random.unit();
   std::vector<float> before(at(tokens * w.n));
@@ -175,7 +175,7 @@ void check_product(const KernelTable& table, const Matrix& w, const engine::Grou
                  scales};
     // by tables of sums where rows and tokens are enough
     const ProductShape shape = engine::shape_of(&p, 1, tokens, buffer.view().planes());
-    const Product product(table, buffer.view(), &p, 1, engine::plan_product(table, shape, 1));
+    const Product product(kernels, buffer.view(), &p, 1, engine::plan_product(kernels, shape, 1));
     const int64_t middle = product.units() / 3;
     product.run(middle, product.units());
     product.run(0, middle);
@@ -190,28 +190,28 @@ void check_product(const KernelTable& table, const Matrix& w, const engine::Grou
   }
 }
 
-void check_size(const KernelTable& table, int64_t n, int64_t k, int64_t tokens, int64_t group) {
+void check_size(const KernelTable& kernels, int64_t n, int64_t k, int64_t tokens, int64_t group) {
   Random random(static_cast<uint64_t>(n * 1000 + k + tokens + group));
   std::vector<float> x(at(tokens * k));
   for (float& v : x) v = random.unit() * std::ldexp(1.0f, static_cast<int>(random.next() % 8));
   for (const WeightFormat format : layout::kWeightFormats) {
-    const Matrix w(random, table, format, n, k, group,
+    const Matrix w(random, kernels, format, n, k, group,
                    [&](int64_t, int64_t) { return static_cast<int>(random.next() % 3) - 1; });
     for (const ActivationFormat activations : kActivations) {
       for (const engine::GroupScales& scales : w.forms()) {
         begin_case(
             "%s format %d, %dx%d, %d tokens, activations %d, groups of %d, blocked %d type %d",
-            table.name, static_cast<int>(format), static_cast<int>(n), static_cast<int>(k),
+            kernels.name, static_cast<int>(format), static_cast<int>(n), static_cast<int>(k),
             static_cast<int>(tokens), static_cast<int>(activations), static_cast<int>(group),
             scales.blocked, static_cast<int>(scales.type));
-        check_product(table, w, scales, activations, x, tokens, random);
+        check_product(kernels, w, scales, activations, x, tokens, random);
       }
     }
   }
 }
 
 // All weights of one sign meet the largest codes of one sign, and signs that swing.
-void worst_cases(const KernelTable& table, int64_t group, int64_t n, int64_t tokens) {
+void worst_cases(const KernelTable& kernels, int64_t group, int64_t n, int64_t tokens) {
   const int64_t k = 384;
   Random random(9);
   for (const int sign : {-1, 1}) {
@@ -221,47 +221,47 @@ void worst_cases(const KernelTable& table, int64_t group, int64_t n, int64_t tok
       x[at(i)] = static_cast<float>(turned ? -sign : sign) * 3.0f;
     }
     for (const WeightFormat format : layout::kWeightFormats) {
-      const Matrix w(random, table, format, n, k, group, [](int64_t row, int64_t i) {
+      const Matrix w(random, kernels, format, n, k, group, [](int64_t row, int64_t i) {
         return row % 3 == 2 && i % 64 < 32 ? -1 : row % 3 == 1 ? -1 : 1;
       });
       for (const ActivationFormat activations : kActivations) {
-        begin_case("%s worst case, format %d, activations %d", table.name, static_cast<int>(format),
-                   static_cast<int>(activations));
-        check_product(table, w, w.forms().back(), activations, x, tokens, random);
+        begin_case("%s worst case, format %d, activations %d", kernels.name,
+                   static_cast<int>(format), static_cast<int>(activations));
+        check_product(kernels, w, w.forms().back(), activations, x, tokens, random);
       }
     }
   }
 }
 
 // The same table for a CPU that takes the plainest row for every product of tiles; one at a time.
-KernelTable plainest(const KernelTable& table) {
+KernelTable plainest(const KernelTable& kernels) {
   static ProductAlgorithm rows[kMaxProducts];
-  KernelTable other = table;
+  KernelTable other = kernels;
   other.choices = nullptr;
-  rows[0] = *engine::find_algorithm(table, "direct");
-  rows[1] = *engine::find_algorithm(table, "canonical");
+  rows[0] = *engine::find_algorithm(kernels, "direct");
+  rows[1] = *engine::find_algorithm(kernels, "canonical");
   other.products = rows;
   return other;
 }
 
 // A NaN or an infinity makes its own token NaN and no other.
-void not_finite(const KernelTable& table) {
+void not_finite(const KernelTable& kernels) {
   const int64_t k = 300, n = 20, tokens = 3;
   Random random(4);
-  const Matrix w(random, table, WeightFormat::kTwoBit, n, k, 128,
+  const Matrix w(random, kernels, WeightFormat::kTwoBit, n, k, 128,
                  [](int64_t row, int64_t i) { return static_cast<int>((row + i) % 3) - 1; });
   for (const float bad :
        {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()}) {
     std::vector<float> x(at(tokens * k), 1.0f), out(at(tokens * n));
     x[at(k + 299)] = bad;
     for (const ActivationFormat activations : kActivations) {
-      begin_case("%s not finite, activations %d", table.name, static_cast<int>(activations));
-      TokenBuffer buffer(table, tokens, k, w.group, activations);
-      buffer.quantize(table, x.data(), DType::kF32);
+      begin_case("%s not finite, activations %d", kernels.name, static_cast<int>(activations));
+      TokenBuffer buffer(kernels, tokens, k, w.group, activations);
+      buffer.quantize(kernels, x.data(), DType::kF32);
       const Projection p{
           &w.weight,       nullptr, 0, nullptr, {StoreKind::kStore, DType::kF32, out.data(), n * 4},
           w.forms().back()};
-      const Product product(table, buffer.view(), &p, 1);
+      const Product product(kernels, buffer.view(), &p, 1);
       product.run(0, product.units());
       for (int64_t i = 0; i < tokens * n; ++i) {
         CHECK(std::isnan(out[at(i)]) == (i / n == 1), "token %d row %d", static_cast<int>(i / n),
@@ -283,26 +283,26 @@ void for_tables(const F& f) {
 }
 
 TEST(every_size) {
-  for_tables([](const KernelTable& table) {
+  for_tables([](const KernelTable& kernels) {
     for (const int64_t group : {128, 64}) {
       for (const int64_t tokens : {1, 2, 3, 5, 6, 17, 66}) {
-        if (thinning(table) > 1 && tokens > 6) continue;
-        check_size(table, 150, 200, tokens, group);
+        if (thinning(kernels) > 1 && tokens > 6) continue;
+        check_size(kernels, 150, 200, tokens, group);
       }
-      check_size(table, 1, 1, 6, group);
-      check_size(table, 33, 128, 2, group);
-      check_size(table, 260, 64, 9, group);
-      check_size(table, 97, 4400, 3, group);  // more groups than are gathered at once
+      check_size(kernels, 1, 1, 6, group);
+      check_size(kernels, 33, 128, 2, group);
+      check_size(kernels, 260, 64, 9, group);
+      check_size(kernels, 97, 4400, 3, group);  // more groups than are gathered at once
       // as many rows as tables of sums are built for, in two parts; blocks of tokens that are not
       // full
-      if (thinning(table) > 1 && group != 128) continue;
-      check_size(table, 1100, 72, 33, group);
-      if (thinning(table) == 1) {
-        check_size(table, 1100, 140, 18, group);
-        check_size(table, 1100, 72, 75, group);
+      if (thinning(kernels) > 1 && group != 128) continue;
+      check_size(kernels, 1100, 72, 33, group);
+      if (thinning(kernels) == 1) {
+        check_size(kernels, 1100, 140, 18, group);
+        check_size(kernels, 1100, 72, 75, group);
       }
-      check_size(table, 290, 200, 16, group);
-      check_size(table, 270, 64, 70, group);
+      check_size(kernels, 290, 200, 16, group);
+      check_size(kernels, 270, 64, 70, group);
     }
   });
 }
@@ -311,18 +311,18 @@ TEST(every_size) {
 TEST(without_memory) {
   if (kSanitized) return not_here("an allocator that may fail");
   use_plain_threads();
-  for (const KernelTable* table : tables_under_test()) {
-    const KernelTable starved = without_scratch(*table);
-    if (thinning(*table) == 1) check_size(starved, 1100, 72, 140, 128);
+  for (const KernelTable* kernels : tables_under_test()) {
+    const KernelTable starved = without_scratch(*kernels);
+    if (thinning(*kernels) == 1) check_size(starved, 1100, 72, 140, 128);
     check_size(starved, 300, 72, 40, 128);
   }
 }
 
 TEST(worst_cases) {
-  for_tables([](const KernelTable& table) {
+  for_tables([](const KernelTable& kernels) {
     for (const int64_t group : {128, 64}) {
-      worst_cases(table, group, 90, 7);
-      if (thinning(table) == 1 && group == 128) worst_cases(table, group, 1050, 32);
+      worst_cases(kernels, group, 90, 7);
+      if (thinning(kernels) == 1 && group == 128) worst_cases(kernels, group, 1050, 32);
     }
   });
 }

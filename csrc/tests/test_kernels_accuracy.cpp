@@ -40,8 +40,8 @@ void check_near(float got, double want, double bound, int64_t i) {
   if (bound > 0) largest_share = std::max(largest_share, error / bound);
 }
 
-void print_share(const KernelTable& table, const char* row) {
-  std::printf("%s: %s takes at most %.2f of its bound\n", table.name, row, largest_share);
+void print_share(const KernelTable& kernels, const char* row) {
+  std::printf("%s: %s takes at most %.2f of its bound\n", kernels.name, row, largest_share);
   largest_share = 0;
 }
 
@@ -49,7 +49,7 @@ void print_share(const KernelTable& table, const char* row) {
 
 // A query of 1 scores keys 0 and x <= 0 with 0 (the maximum) and x; values 0 and 1 then make the
 // accumulator exp(x).
-std::vector<float> exp_of(const KernelTable& table, const std::vector<float>& samples) {
+std::vector<float> exp_of(const KernelTable& kernels, const std::vector<float>& samples) {
   const float query = 1.0f, values[] = {0.0f, 1.0f};
   float state[attention_state_floats(1)], scratch[attention_scratch_floats(1, 1)];
   std::vector<float> result;
@@ -67,7 +67,7 @@ std::vector<float> exp_of(const KernelTable& table, const std::vector<float>& sa
                                   .first_visible = 2,
                                   .scale = 1.0f,
                                   .next = nullptr};
-    table.attend_chunk(chunk, scratch, state);
+    kernels.attend_chunk(chunk, scratch, state);
     result.push_back(state[0]);
   }
   return result;
@@ -93,10 +93,10 @@ std::vector<float> exp_samples(uint32_t stride) {
   return samples;
 }
 
-void exp_accuracy(const KernelTable& table) {
-  begin_case("%s exp", table.name);
-  const std::vector<float> x = exp_samples(static_cast<uint32_t>(499 * thinning(table)));
-  const std::vector<float> y = exp_of(table, x);
+void exp_accuracy(const KernelTable& kernels) {
+  begin_case("%s exp", kernels.name);
+  const std::vector<float> x = exp_samples(static_cast<uint32_t>(499 * thinning(kernels)));
+  const std::vector<float> y = exp_of(kernels, x);
   double worst = 0;
   float worst_x = 0;
   for (std::size_t i = 0; i < x.size(); ++i) {
@@ -104,27 +104,27 @@ void exp_accuracy(const KernelTable& table) {
     CHECK(error <= kExpUlp, "exp(%a) = %a is off by %g ulp", x[i], y[i], error);
     if (error > worst) worst = error, worst_x = x[i];
   }
-  std::printf("%s: exp on %zu floats of [-87, 0]: largest error %.4f ulp, at %a\n", table.name,
+  std::printf("%s: exp on %zu floats of [-87, 0]: largest error %.4f ulp, at %a\n", kernels.name,
               x.size(), worst, worst_x);
   CHECK(y[0] == 1.0f, "exp(0) = %a", y[0]);
   // Below the range: a floor that adds at most e^-87 to a sum whose largest term is 1.
   for (const float below : {-87.5f, -100.0f, -1e4f, -3e38f, -INFINITY}) {
-    const float e = exp_of(table, {0.0f, below})[1];
+    const float e = exp_of(kernels, {0.0f, below})[1];
     CHECK(e >= 0 && e <= kExpFloor, "exp(%g) = %g", below, e);
   }
 }
 
 // ---- elementwise --------------------------------------------------------------------------------
 
-void elementwise(const KernelTable& table, Flavour flavour) {
-  begin_case("%s elementwise, %s", table.name, name_of(flavour));
+void elementwise(const KernelTable& kernels, Flavour flavour) {
+  begin_case("%s elementwise, %s", kernels.name, name_of(flavour));
   constexpr int64_t kN = 4099;
   Random random(11);
   const std::vector<float> a = random_floats(random, flavour, kN),
                            b = random_floats(random, flavour, kN);
   std::vector<float> sum(kN), relu2(kN);
-  table.add_row(a.data(), b.data(), kN, sum.data());
-  table.relu2_mul_row(a.data(), b.data(), kN, relu2.data());
+  kernels.add_row(a.data(), b.data(), kN, sum.data());
+  kernels.relu2_mul_row(a.data(), b.data(), kN, relu2.data());
   for (std::size_t i = 0; i < kN; ++i) {
     const double x = a[i], y = b[i];
     CHECK(sum[i] == static_cast<float>(x + y), "%a + %a = %a", a[i], b[i], sum[i]);
@@ -137,16 +137,16 @@ void elementwise(const KernelTable& table, Flavour flavour) {
 // g / (1 + e^-g) * up: the error of exp weighs at most fully, then an addition, a division and a
 // product. From e^88.376 on (n = 128 in exp_f32) exp gives infinity and silu zero: off by at
 // most 88.4 e^-88.376.
-void silu(const KernelTable& table) {
-  begin_case("%s silu_mul_row", table.name);
+void silu(const KernelTable& kernels) {
+  begin_case("%s silu_mul_row", kernels.name);
   std::vector<float> gate = {-INFINITY, -3e38f, -1e30f, -1e10f, -89.0f,
                              -88.0f,    87.0f,  1e30f,  3e38f};
   Random random(12);
-  const auto count = 400000 / thinning(table);
+  const auto count = 400000 / thinning(kernels);
   for (int64_t i = 0; i < count; ++i) gate.push_back(random.unit() * (i % 2 == 0 ? 4.0f : 95.0f));
   std::vector<float> up = random_floats(random, Flavour::kUnit, static_cast<int64_t>(gate.size()));
   std::vector<float> y(gate.size());
-  table.silu_mul_row(gate.data(), up.data(), static_cast<int64_t>(gate.size()), y.data());
+  kernels.silu_mul_row(gate.data(), up.data(), static_cast<int64_t>(gate.size()), y.data());
   for (std::size_t i = 1; i < gate.size(); ++i) {
     const double g = gate[i], want = g / (1 + std::exp(-g)) * up[i];
     const double bound = std::fabs(want) * (kExpError + gamma(3)) * (1 + 1e-6);
@@ -159,15 +159,15 @@ void silu(const KernelTable& table) {
 // g / (1 + e^-2t) * up with t = sqrt(2 / pi) (g + 0.044715 g^3): the power is off by 6 roundings of
 // its size, which e^power multiplies; where it lies beyond exp_f32's range the result is zero, off
 // by at most 14 e^-87, or g.
-void gelu(const KernelTable& table) {
-  begin_case("%s gelu_mul_row", table.name);
+void gelu(const KernelTable& kernels) {
+  begin_case("%s gelu_mul_row", kernels.name);
   std::vector<float> gate = {-3e38f, -1e30f, -1e10f, -20.0f, 0.0f, 20.0f, 1e30f, 3e38f};
   Random random(13);
-  const auto count = 400000 / thinning(table);
+  const auto count = 400000 / thinning(kernels);
   for (int64_t i = 0; i < count; ++i) gate.push_back(random.unit() * (i % 2 == 0 ? 3.0f : 14.0f));
   std::vector<float> up = random_floats(random, Flavour::kUnit, static_cast<int64_t>(gate.size()));
   std::vector<float> y(gate.size());
-  table.gelu_mul_row(gate.data(), up.data(), static_cast<int64_t>(gate.size()), y.data());
+  kernels.gelu_mul_row(gate.data(), up.data(), static_cast<int64_t>(gate.size()), y.data());
   for (std::size_t i = 0; i < gate.size(); ++i) {
     const double g = gate[i];
     const double t = std::sqrt(2.0 / 3.14159265358979323846) * (g + 0.044715 * g * g * g);
@@ -179,14 +179,14 @@ void gelu(const KernelTable& table) {
   }
 }
 
-void rope(const KernelTable& table) {
+void rope(const KernelTable& kernels) {
   for (const int64_t dim : {2, 30, 64, 128, 130}) {
-    begin_case("%s rope_head dim=%d", table.name, static_cast<int>(dim));
+    begin_case("%s rope_head dim=%d", kernels.name, static_cast<int>(dim));
     Random random(static_cast<uint64_t>(dim));
     const std::vector<float> x = random_floats(random, Flavour::kWide, dim);
     const std::vector<float> table_row = random_floats(random, Flavour::kUnit, dim);
     std::vector<float> y(x.size());
-    table.rope_head(x.data(), table_row.data(), dim, y.data());
+    kernels.rope_head(x.data(), table_row.data(), dim, y.data());
     const auto half = static_cast<std::size_t>(dim / 2);
     for (std::size_t i = 0; i < half; ++i) {
       // Two products and a sum, each rounded once and none of them fused.
@@ -199,9 +199,9 @@ void rope(const KernelTable& table) {
 }
 
 // float(acc), w * x, their product, the bias: each rounded once.
-void scale(const KernelTable& table) {
+void scale(const KernelTable& kernels) {
   for (const int64_t step : {0, 1}) {
-    begin_case("%s store_block step %d", table.name, static_cast<int>(step));
+    begin_case("%s store_block step %d", kernels.name, static_cast<int>(step));
     constexpr int64_t kN = 1003;
     Random random(13);
     std::vector<int32_t> acc(kN);
@@ -211,18 +211,18 @@ void scale(const KernelTable& table) {
     const float x_scale = 0.0317f;
     std::vector<float> plain(kN), biased(kN);
     const auto store = [&](const float* bias_or_null, float* y) {
-      table.store_block({.sums = acc.data(),
-                         .sums_stride = 0,
-                         .rows = kN,
-                         .tokens = 1,
-                         .w_scale = w.data(),
-                         .w_scale_step = step,
-                         .x_scale = &x_scale,
-                         .bias = bias_or_null,
-                         .kind = StoreKind::kStore,
-                         .type = DType::kF32,
-                         .out = y,
-                         .out_stride_bytes = 0});
+      kernels.store_block({.sums = acc.data(),
+                           .sums_stride = 0,
+                           .rows = kN,
+                           .tokens = 1,
+                           .w_scale = w.data(),
+                           .w_scale_step = step,
+                           .x_scale = &x_scale,
+                           .bias = bias_or_null,
+                           .kind = StoreKind::kStore,
+                           .type = DType::kF32,
+                           .out = y,
+                           .out_stride_bytes = 0});
     };
     store(nullptr, plain.data());
     store(bias.data(), biased.data());
@@ -242,7 +242,7 @@ void scale(const KernelTable& table) {
 // about 1: so a relative error of softplus is one of the decay. That of e^-|x| goes over to its
 // logarithm; division, sums and the last terms of the series round five times, then comes max(x,
 // 0).
-void softplus(const KernelTable& table) {
+void softplus(const KernelTable& kernels) {
   constexpr int64_t kN = 20001;  // from -87, where e^x ends, to 100
   std::vector<float> x, a_log, zeros(kN, 0.0f), decay(kN), beta(kN);
   for (int64_t i = 0; i < kN; ++i) {
@@ -250,9 +250,9 @@ void softplus(const KernelTable& table) {
     const double exact = std::log1p(std::exp(-std::fabs(double{x.back()})));
     a_log.push_back(static_cast<float>(-std::log(std::max(0.0, double{x.back()}) + exact)));
   }
-  begin_case("%s delta_gates_row", table.name);
-  table.delta_gates_row(x.data(), x.data(), a_log.data(), zeros.data(), kN, decay.data(),
-                        beta.data());
+  begin_case("%s delta_gates_row", kernels.name);
+  kernels.delta_gates_row(x.data(), x.data(), a_log.data(), zeros.data(), kN, decay.data(),
+                          beta.data());
   for (std::size_t i = 0; i < kN; ++i) {
     const double at = x[i], rate = std::exp(double{a_log[i]});
     const double power = rate * (std::max(0.0, at) + std::log1p(std::exp(-std::fabs(at))));
@@ -265,14 +265,14 @@ void softplus(const KernelTable& table) {
 }
 
 // Decays that the formula makes as small as a float can say, or no decay at all.
-void extreme_gates(const KernelTable& table) {
-  begin_case("%s delta_gates_row, extremes", table.name);
+void extreme_gates(const KernelTable& kernels) {
+  begin_case("%s delta_gates_row, extremes", kernels.name);
   const float a[] = {1e30f, -1e30f, 1e30f, 0.0f, 100.0f},
               b[] = {1e30f, -1e30f, 0.0f, 88.0f, -88.0f};
   const float a_log[] = {0.0f, 0.0f, 1e30f, -1e30f, 10.0f},
               dt_bias[] = {0.0f, 0.0f, 0.0f, 0.0f, 5.0f};
   float decay[5], beta[5];
-  table.delta_gates_row(a, b, a_log, dt_bias, 5, decay, beta);
+  kernels.delta_gates_row(a, b, a_log, dt_bias, 5, decay, beta);
   const double want[] = {0, 1, 0, 1, 0}, gates[] = {1, 0, 0.5, 1, 0};
   for (std::size_t i = 0; i < 5; ++i) {
     check_near(decay[i], want[i], kExpFloor, static_cast<int64_t>(i));
@@ -302,24 +302,24 @@ int64_t id_of_bits(uint32_t h) {
 // inner one's relative error as its own; then it is rounded.
 double noise_error(double noise) { return 7e-7 + 2 * kU * std::fabs(noise); }
 
-void noise(const KernelTable& table) {
-  begin_case("%s add_noise_row", table.name);
+void noise(const KernelTable& kernels) {
+  begin_case("%s add_noise_row", kernels.name);
   constexpr int64_t kN = 50'001;
   std::vector<float> got(kN), zeros(kN, 0.0f);
   for (const uint64_t key : {uint64_t{0}, uint64_t{0xfedcba9876543210u}}) {
     for (const int64_t first : {int64_t{0}, int64_t{INT32_MAX} - kN}) {
-      table.add_noise_row(zeros.data(), kN, 1.0f, key, first, -INFINITY, got.data());
+      kernels.add_noise_row(zeros.data(), kN, 1.0f, key, first, -INFINITY, got.data());
       for (int64_t i = 0; i < kN; ++i) {
         const double want = contract::noise_of_bits(contract::noise_bits(key, first + i));
         check_near(got[static_cast<std::size_t>(i)], want, noise_error(want), i);
       }
       for (int64_t i = 0; i < kN; i += 997) {  // wherever a range begins
         float one;
-        table.add_noise_row(&zeros[0], 1, 1.0f, key, first + i, -INFINITY, &one);
+        kernels.add_noise_row(&zeros[0], 1, 1.0f, key, first + i, -INFINITY, &one);
         CHECK(one == got[static_cast<std::size_t>(i)], "another noise of one id");
       }
       std::vector<float> reaching(kN);
-      table.add_noise_row(zeros.data(), kN, 1.0f, key, first, 5.0f, reaching.data());
+      kernels.add_noise_row(zeros.data(), kN, 1.0f, key, first, 5.0f, reaching.data());
       int64_t left_out = 0;
       for (std::size_t i = 0; i < kN; ++i) {
         left_out += reaching[i] != got[i];
@@ -335,7 +335,7 @@ void noise(const KernelTable& table) {
       const int64_t id = id_of_bits(bits);
       CHECK(contract::noise_bits(0, id) == bits, "not the inverse");
       float one;
-      table.add_noise_row(&zeros[0], 1, 1.0f, 0, id, -INFINITY, &one);
+      kernels.add_noise_row(&zeros[0], 1, 1.0f, 0, id, -INFINITY, &one);
       const double want = contract::noise_of_bits(bits);
       check_near(one, want, noise_error(want), id);
       CHECK(one <= 22.9f, "more than engine/sample.cpp expects");
@@ -349,9 +349,9 @@ constexpr int64_t kLengths[] = {1, 2, 15, 16, 17, 31, 33, 64, 70, 128, 200, 640,
 
 // Relative error of 1 / sqrt(mean + eps): half of that of the mean (a sum of squares, a division,
 // the addition of eps), then the root and the reciprocal; two products follow.
-void rms_norm(const KernelTable& table, Flavour flavour) {
+void rms_norm(const KernelTable& kernels, Flavour flavour) {
   for (const int64_t n : kLengths) {
-    begin_case("%s rms_norm_row n=%d %s", table.name, static_cast<int>(n), name_of(flavour));
+    begin_case("%s rms_norm_row n=%d %s", kernels.name, static_cast<int>(n), name_of(flavour));
     Random random(static_cast<uint64_t>(n));
     const std::vector<float> x = random_floats(random, flavour, n);
     const std::vector<float> w = random_floats(random, Flavour::kUnit, n);
@@ -362,7 +362,7 @@ void rms_norm(const KernelTable& table, Flavour flavour) {
     const double relative = gamma(roundings_of_sum(n) + 2) / 2 + gamma(4);
     for (const DType type : {DType::kF32, DType::kBF16}) {
       std::vector<float> y(x.size());
-      table.rms_norm_row(x.data(), w.data(), n, eps, type, y.data());
+      kernels.rms_norm_row(x.data(), w.data(), n, eps, type, y.data());
       // Rounding to `type`: 8 significant bits for bf16, and an even spacing below 2^-126.
       const bool bf16 = type == DType::kBF16;
       const double stored = bf16 ? 0x1p-8 : 0, floor = bf16 ? 0x1p-134 : 0x1p-150;
@@ -387,20 +387,20 @@ Matrix random_matrix(Random& random, DType type, int64_t count, float size) {
   Matrix m;
   for (int64_t i = 0; i < count; ++i) m.value.push_back(random.unit() * size);
   m.stored.resize(static_cast<std::size_t>(count * element_size(type)));
-  scalar_table().store_row(type, m.value.data(), count, m.stored.data());
-  scalar_table().round_row(type, m.value.data(), count);
+  scalar_kernels().store_row(type, m.value.data(), count, m.stored.data());
+  scalar_kernels().round_row(type, m.value.data(), count);
   return m;
 }
 
-void head_dense(const KernelTable& table, DType type) {
+void head_dense(const KernelTable& kernels, DType type) {
   for (const int64_t k : kLengths) {
-    begin_case("%s head_dense k=%d type=%d", table.name, static_cast<int>(k),
+    begin_case("%s head_dense k=%d type=%d", kernels.name, static_cast<int>(k),
                static_cast<int>(type));
     Random random(static_cast<uint64_t>(k));
     const std::vector<float> x = random_floats(random, Flavour::kUnit, k);
     const Matrix m = random_matrix(random, type, 7 * k, 1.0f);
     float out[7];
-    table.head_dense(x.data(), 1, type, m.data(), k, 0, 7, {64, 64, true}, out, 7);
+    kernels.head_dense(x.data(), 1, type, m.data(), k, 0, 7, {64, 64, true}, out, 7);
     for (int64_t row = 0; row < 7; ++row) {
       double sum = 0, magnitude = 0;
       for (int64_t i = 0; i < k; ++i) {
@@ -415,11 +415,11 @@ void head_dense(const KernelTable& table, DType type) {
 }
 
 // Rows in tiles give what head_dense gives for them as they lie, times a factor, bit for bit.
-void dense_tiles(const KernelTable& table, DType type) {
+void dense_tiles(const KernelTable& kernels, DType type) {
   constexpr int64_t kRows = 37, kPadded = 48, kTokens = 3;
   const int64_t size = element_size(type);
   for (int64_t k = 1; k <= 70; ++k) {
-    begin_case("%s dense_tiles k=%d type=%d", table.name, static_cast<int>(k),
+    begin_case("%s dense_tiles k=%d type=%d", kernels.name, static_cast<int>(k),
                static_cast<int>(type));
     Random random(static_cast<uint64_t>(k));
     const std::vector<float> x = random_floats(random, Flavour::kUnit, kTokens * k);
@@ -431,9 +431,10 @@ void dense_tiles(const KernelTable& table, DType type) {
                   &m.stored[static_cast<std::size_t>(i * size)], static_cast<std::size_t>(size));
     }
     float rows[kTokens * kRows], out[kTokens * kRows];
-    table.head_dense(x.data(), kTokens, type, m.data(), k, 0, kRows, {0, 0}, rows, kRows);
-    table.dense_tiles(x.data(), kTokens, type, tiles.data(), k, 0.37f, 0, 16, out, kRows);
-    table.dense_tiles(x.data(), kTokens, type, tiles.data(), k, 0.37f, 16, kRows, out + 16, kRows);
+    kernels.head_dense(x.data(), kTokens, type, m.data(), k, 0, kRows, {0, 0}, rows, kRows);
+    kernels.dense_tiles(x.data(), kTokens, type, tiles.data(), k, 0.37f, 0, 16, out, kRows);
+    kernels.dense_tiles(x.data(), kTokens, type, tiles.data(), k, 0.37f, 16, kRows, out + 16,
+                        kRows);
     for (int64_t i = 0; i < kTokens * kRows; ++i) {
       const float want = rows[i] * 0.37f;
       CHECK(std::memcmp(&out[i], &want, sizeof(float)) == 0, "value %d: %a, not %a",
@@ -500,7 +501,7 @@ Attention exact_attention(DType type, const std::vector<float>& q, const Matrix&
 }
 
 // Chunk after chunk, as a caller runs them.
-std::vector<float> attend(const KernelTable& table, DType type, const std::vector<float>& q,
+std::vector<float> attend(const KernelTable& kernels, DType type, const std::vector<float>& q,
                           const Matrix& keys, const Matrix& values, int64_t length, float scale) {
   const auto dim = static_cast<int64_t>(q.size()), row_bytes = dim * element_size(type);
   const auto floats = static_cast<std::size_t>(attention_state_floats(dim));
@@ -523,26 +524,26 @@ std::vector<float> attend(const KernelTable& table, DType type, const std::vecto
                                   .first_visible = positions,
                                   .scale = scale,
                                   .next = nullptr};
-    table.attend_chunk(chunk, scratch.data(), begin == 0 ? state.data() : later.data());
-    if (begin > 0) table.merge_attention(1, dim, later.data(), state.data());
+    kernels.attend_chunk(chunk, scratch.data(), begin == 0 ? state.data() : later.data());
+    if (begin > 0) kernels.merge_attention(1, dim, later.data(), state.data());
   }
-  table.finish_attention(dim, state.data(), out.data());
+  kernels.finish_attention(dim, state.data(), out.data());
   return out;
 }
 
-void attention(const KernelTable& table, DType type) {
+void attention(const KernelTable& kernels, DType type) {
   for (const int64_t dim : {1, 16, 30, 64, 80, 128}) {
     for (const int64_t length : {1, 2, 15, 16, 17, 70, 500}) {
       for (const float spread : {0.5f, 4.0f, 40.0f}) {  // flat to one-hot, past the range of exp
-        begin_case("%s attention type=%d dim=%d length=%d spread=%g", table.name,
+        begin_case("%s attention type=%d dim=%d length=%d spread=%g", kernels.name,
                    static_cast<int>(type), static_cast<int>(dim), static_cast<int>(length), spread);
         Random random(static_cast<uint64_t>(dim * 1000 + length));
         std::vector<float> q = random_floats(random, Flavour::kUnit, dim);
-        if (type == DType::kBF16) table.round_row(type, q.data(), dim);  // as it wants queries
+        if (type == DType::kBF16) kernels.round_row(type, q.data(), dim);  // as it wants queries
         const Matrix keys = random_matrix(random, type, length * dim, spread);
         const Matrix values = random_matrix(random, type, length * dim, 1.0f);
         const float scale = 0.9f;
-        const std::vector<float> out = attend(table, type, q, keys, values, length, scale);
+        const std::vector<float> out = attend(kernels, type, q, keys, values, length, scale);
         const Attention want = exact_attention(type, q, keys, values, length, dim, scale);
         for (std::size_t i = 0; i < out.size(); ++i) {
           check_near(out[i], want.out[i], want.bound[i], static_cast<int64_t>(i));
@@ -560,54 +561,54 @@ constexpr Flavour kBoundedFlavours[] = {Flavour::kUnit, Flavour::kWide, Flavour:
                                         Flavour::kTies};
 
 TEST(elementwise) {
-  for (const KernelTable* table : tables_under_test()) {
-    for (const Flavour flavour : kBoundedFlavours) elementwise(*table, flavour);
+  for (const KernelTable* kernels : tables_under_test()) {
+    for (const Flavour flavour : kBoundedFlavours) elementwise(*kernels, flavour);
   }
 }
 
 TEST(rms_norm) {
-  for (const KernelTable* table : tables_under_test()) {
-    for (const Flavour flavour : kBoundedFlavours) rms_norm(*table, flavour);
-    print_share(*table, "rms_norm_row");
+  for (const KernelTable* kernels : tables_under_test()) {
+    for (const Flavour flavour : kBoundedFlavours) rms_norm(*kernels, flavour);
+    print_share(*kernels, "rms_norm_row");
   }
 }
 
 TEST(gated) {
-  for (const KernelTable* table : tables_under_test()) {
-    silu(*table);
-    print_share(*table, "silu_mul_row");
-    gelu(*table);
-    print_share(*table, "gelu_mul_row");
+  for (const KernelTable* kernels : tables_under_test()) {
+    silu(*kernels);
+    print_share(*kernels, "silu_mul_row");
+    gelu(*kernels);
+    print_share(*kernels, "gelu_mul_row");
   }
 }
 
 TEST(noise) {
-  for (const KernelTable* table : tables_under_test()) {
-    noise(*table);
-    print_share(*table, "add_noise_row");
+  for (const KernelTable* kernels : tables_under_test()) {
+    noise(*kernels);
+    print_share(*kernels, "add_noise_row");
   }
 }
 
 TEST(gates) {
-  for (const KernelTable* table : tables_under_test()) {
-    softplus(*table);
-    print_share(*table, "delta_gates_row");
-    extreme_gates(*table);
+  for (const KernelTable* kernels : tables_under_test()) {
+    softplus(*kernels);
+    print_share(*kernels, "delta_gates_row");
+    extreme_gates(*kernels);
   }
 }
 
 TEST(head) {
-  for (const KernelTable* table : tables_under_test()) {
-    for (const DType type : kTypes) head_dense(*table, type);
-    print_share(*table, "head_dense");
-    for (const DType type : kTypes) dense_tiles(*table, type);
+  for (const KernelTable* kernels : tables_under_test()) {
+    for (const DType type : kTypes) head_dense(*kernels, type);
+    print_share(*kernels, "head_dense");
+    for (const DType type : kTypes) dense_tiles(*kernels, type);
   }
 }
 
 TEST(attention) {
-  for (const KernelTable* table : tables_under_test()) {
-    for (const DType type : kCacheTypes) attention(*table, type);
-    print_share(*table, "attention");
+  for (const KernelTable* kernels : tables_under_test()) {
+    for (const DType type : kCacheTypes) attention(*kernels, type);
+    print_share(*kernels, "attention");
   }
 }
 

@@ -66,7 +66,7 @@ bool by_pair_unit = false, by_matrix_unit = false;
 const char* with_unit() { return by_pair_unit ? "by pairs" : by_matrix_unit ? "by tiles" : ""; }
 
 // States of `rows` query rows over one chunk.
-std::vector<float> attend(const KernelTable& table, const std::vector<float>& query, int64_t rows,
+std::vector<float> attend(const KernelTable& kernels, const std::vector<float>& query, int64_t rows,
                           int64_t per_token, const Rows& keys, const Rows& values,
                           int64_t positions, int64_t first_visible, float scale,
                           int64_t first_hidden = kNothingHidden) {
@@ -89,14 +89,14 @@ std::vector<float> attend(const KernelTable& table, const std::vector<float>& qu
                                 .pair_unit = by_pair_unit,
                                 .matrix_unit = by_matrix_unit,
                                 .first_hidden = first_hidden};
-  table.attend_chunk(chunk, scratch.data(), states.data());
+  kernels.attend_chunk(chunk, scratch.data(), states.data());
   AttentionChunk again = chunk;  // the same chunk is one with the same queries
   again.same_queries = true;
   std::vector<float> twice(states.size());
-  table.attend_chunk(again, scratch.data(), twice.data());
+  kernels.attend_chunk(again, scratch.data(), twice.data());
   CHECK(std::memcmp(twice.data(), states.data(), states.size() * sizeof(float)) == 0,
         "%d positions give other states for queries that are there", static_cast<int>(positions));
-  CHECK(equal_in_panels<uint16_t>(table, chunk, 0x7fc0, scratch, states.data()),
+  CHECK(equal_in_panels<uint16_t>(kernels, chunk, 0x7fc0, scratch, states.data()),
         "%d positions in panels give other states than in rows", static_cast<int>(positions));
   return states;
 }
@@ -118,7 +118,7 @@ float two_chains(int64_t n, const A& a, const B& b) {
 
 // exp(score - max) as the other types take it: float32 keys that are the scores themselves, values
 // that tell the weights apart.
-std::vector<float> exponentials(const KernelTable& table, const std::vector<float>& scores) {
+std::vector<float> exponentials(const KernelTable& kernels, const std::vector<float>& scores) {
   const int64_t n = kAttentionChunk, count = static_cast<int64_t>(scores.size());
   std::vector<float> query(at(n)), keys(at(count * n)), values(at(count * n));
   query[0] = 1;
@@ -140,12 +140,12 @@ std::vector<float> exponentials(const KernelTable& table, const std::vector<floa
                                 .first_visible = count,
                                 .scale = 1.0f,
                                 .next = nullptr};
-  table.attend_chunk(chunk, scratch.data(), state.data());
+  kernels.attend_chunk(chunk, scratch.data(), state.data());
   state.resize(at(count));
   return state;
 }
 
-std::vector<float> expected_state(const KernelTable& table, const std::vector<float>& query,
+std::vector<float> expected_state(const KernelTable& kernels, const std::vector<float>& query,
                                   const Rows& keys, const Rows& values, int64_t positions,
                                   float scale) {
   std::vector<float> scores;
@@ -155,7 +155,7 @@ std::vector<float> expected_state(const KernelTable& table, const std::vector<fl
         [&](int64_t i) { return keys.value(j, i); });
     scores.push_back(scale * dot);
   }
-  const std::vector<float> weights = cached(exponentials(table, scores));
+  const std::vector<float> weights = cached(exponentials(kernels, scores));
   float lanes[16] = {};
   for (int64_t j = 0; j < positions; ++j) lanes[j % 16] += weights[at(j)];
   for (int width = 8; width >= 1; width /= 2) {
@@ -172,12 +172,12 @@ std::vector<float> expected_state(const KernelTable& table, const std::vector<fl
   return state;
 }
 
-void order(const KernelTable& table) {
+void order(const KernelTable& kernels) {
   for (const int64_t dim : {1, 2, 5, 16, 31, 32, 33, 64, 80, 100, 128, 257}) {
-    if (thinning(table) > 1 && dim > 33 && dim != 100) continue;
+    if (thinning(kernels) > 1 && dim > 33 && dim != 100) continue;
     for (const int64_t positions : {1, 2, 3, 16, 17, 31, 32, 33, 34, 50, 63, 64}) {
       for (const bool wide : {false, true}) {
-        begin_case("%s bf16 attention %s, order, dim %d, %d positions, wide %d", table.name,
+        begin_case("%s bf16 attention %s, order, dim %d, %d positions, wide %d", kernels.name,
                    with_unit(), int(dim), int(positions), int(wide));
         Random random(static_cast<uint64_t>(dim * 100 + positions));
         const auto floats = [&](int64_t n) {
@@ -188,9 +188,9 @@ void order(const KernelTable& table) {
         const Rows values = rows_of(floats(positions * dim), dim);
         const float scale = wide ? 0x1p-30f : 0.3f;
         const std::vector<float> got =
-            attend(table, query, 1, 1, keys, values, positions, positions, scale);
+            attend(kernels, query, 1, 1, keys, values, positions, positions, scale);
         const std::vector<float> want =
-            expected_state(table, query, keys, values, positions, scale);
+            expected_state(kernels, query, keys, values, positions, scale);
         for (std::size_t i = 0; i < want.size(); ++i) {
           CHECK(got[i] == want[i], "[%d] %a, not %a", int(i), got[i], want[i]);
         }
@@ -201,8 +201,8 @@ void order(const KernelTable& table) {
 
 // ---- rows together ------------------------------------------------------------------------------
 
-void rows_are_independent(const KernelTable& table) {
-  const bool thinned = thinning(table) > 1;
+void rows_are_independent(const KernelTable& kernels) {
+  const bool thinned = thinning(kernels) > 1;
   for (const int64_t dim : {1, 37, 96, 128}) {
     for (const int64_t rows : {2, 3, 4, 5, 7, 12, 13, 24, 29, 100}) {
       if (thinned && (dim == 1 || dim == 128 || (rows != 4 && rows != 29))) continue;
@@ -210,7 +210,7 @@ void rows_are_independent(const KernelTable& table) {
         for (const int64_t first : {1, 30, 47, 64}) {
           for (const float behind : {1.0f, INFINITY}) {  // what the last position holds
             begin_case("%s bf16 attention %s, %d rows, %d a token, dim %d, first sees %d",
-                       table.name, with_unit(), int(rows), int(per_token), int(dim), int(first));
+                       kernels.name, with_unit(), int(rows), int(per_token), int(dim), int(first));
             Random random(static_cast<uint64_t>(dim * 10 + rows));
             const std::vector<float> query =
                 cached(random_floats(random, Flavour::kUnit, rows * dim));
@@ -220,12 +220,12 @@ void rows_are_independent(const KernelTable& table) {
             numbers[at(33 * dim)] = behind;
             const Rows values = rows_of(numbers, dim);
             const std::vector<float> all =
-                attend(table, query, rows, per_token, keys, values, 64, first, 0.3f);
+                attend(kernels, query, rows, per_token, keys, values, 64, first, 0.3f);
             for (int64_t r = 0; r < rows; ++r) {
               const std::vector<float> one(query.begin() + r * dim, query.begin() + (r + 1) * dim);
               const int64_t seen = std::min<int64_t>(first + r / per_token, 64);
               const std::vector<float> alone =
-                  attend(table, one, 1, 1, keys, values, seen, seen, 0.3f);
+                  attend(kernels, one, 1, 1, keys, values, seen, seen, 0.3f);
               CHECK(std::memcmp(&all[at(r) * alone.size()], alone.data(),
                                 alone.size() * sizeof(float)) == 0,
                     "row %d differs from the same row alone", int(r));
@@ -238,13 +238,13 @@ void rows_are_independent(const KernelTable& table) {
 }
 
 // Beside others, over a chunk whose positions outside of a row's window hold no numbers, as alone.
-void windows(const KernelTable& table, int64_t dim) {
+void windows(const KernelTable& kernels, int64_t dim) {
   for (const int64_t rows : {1, 2, 3, 4, 7, 29}) {
     for (const int64_t window : {35, 40, 51}) {
       for (const int64_t first : {1, 36, 45, 64}) {  // positions up to the first row's token
         const int64_t hidden = std::min(first - window, 63 - (rows - 1));
         begin_case("%s bf16 attention %s, %d rows, dim %d, a window of %d, first sees %d",
-                   table.name, with_unit(), int(rows), int(dim), int(window), int(first));
+                   kernels.name, with_unit(), int(rows), int(dim), int(window), int(first));
         Random random(static_cast<uint64_t>(rows * 100 + window));
         const std::vector<float> query = cached(random_floats(random, Flavour::kUnit, rows * dim));
         const std::vector<float> numbers = cached(random_floats(random, Flavour::kUnit, 64 * dim));
@@ -252,7 +252,7 @@ void windows(const KernelTable& table, int64_t dim) {
         weighed[at(std::max<int64_t>(hidden, 0) * dim)] = INFINITY;
         const Rows keys = rows_of(numbers, dim), values = rows_of(weighed, dim);
         const std::vector<float> all =
-            attend(table, query, rows, 1, keys, values, 64, first, 0.3f, hidden);
+            attend(kernels, query, rows, 1, keys, values, 64, first, 0.3f, hidden);
         for (int64_t r = 0; r < rows; ++r) {
           const int64_t begin = std::max<int64_t>(0, hidden + r);
           const int64_t end = std::min<int64_t>(first + r, 64);
@@ -263,7 +263,7 @@ void windows(const KernelTable& table, int64_t dim) {
           };
           const std::vector<float> one(query.begin() + r * dim, query.begin() + (r + 1) * dim);
           const std::vector<float> alone =
-              attend(table, one, 1, 1, seen(numbers), seen(weighed), 64, end, 0.3f, begin);
+              attend(kernels, one, 1, 1, seen(numbers), seen(weighed), 64, end, 0.3f, begin);
           CHECK(std::memcmp(&all[at(r) * alone.size()], alone.data(),
                             alone.size() * sizeof(float)) == 0,
                 "row %d differs from the same row alone", int(r));
@@ -274,13 +274,13 @@ void windows(const KernelTable& table, int64_t dim) {
 }
 
 // Chunks that begin or end in the middle of a pair, whose other position holds no number.
-void edges(const KernelTable& table) {
+void edges(const KernelTable& kernels) {
   for (const int64_t rows : {15, 16, 29}) {
     for (const int64_t positions : {1, 17, 32, 33, 47, 63}) {
       for (const int64_t hidden : {kNothingHidden, int64_t{1}, int64_t{33}}) {
         const int64_t first = std::max<int64_t>(1, positions - 9);
         if (hidden + rows / 4 >= first) continue;
-        begin_case("%s bf16 attention %s, %d rows, %d positions, %d hidden", table.name,
+        begin_case("%s bf16 attention %s, %d rows, %d positions, %d hidden", kernels.name,
                    with_unit(), int(rows), int(positions), int(std::max<int64_t>(hidden, 0)));
         constexpr int64_t kDim = 32;
         Random random(static_cast<uint64_t>(rows * 100 + positions));
@@ -290,12 +290,12 @@ void edges(const KernelTable& table) {
         std::fill_n(numbers.begin(), std::max<int64_t>(hidden, 0) * kDim, NAN);
         const Rows cache = rows_of(numbers, kDim);
         const std::vector<float> all =
-            attend(table, query, rows, 4, cache, cache, positions, first, 0.3f, hidden);
+            attend(kernels, query, rows, 4, cache, cache, positions, first, 0.3f, hidden);
         for (int64_t r = 0; r < rows; ++r) {
           const std::vector<float> one(query.begin() + r * kDim, query.begin() + (r + 1) * kDim);
           const int64_t seen = std::min(first + r / 4, positions);
           const std::vector<float> alone =
-              attend(table, one, 1, 1, cache, cache, seen, seen, 0.3f, hidden + r / 4);
+              attend(kernels, one, 1, 1, cache, cache, seen, seen, 0.3f, hidden + r / 4);
           CHECK(std::memcmp(&all[at(r) * alone.size()], alone.data(),
                             alone.size() * sizeof(float)) == 0,
                 "row %d differs from the same row alone", int(r));
@@ -307,16 +307,16 @@ void edges(const KernelTable& table) {
 
 // ---- small numbers ------------------------------------------------------------------------------
 
-void written(const KernelTable& table) {
+void written(const KernelTable& kernels) {
   for (const Flavour flavour : kFlavours) {
-    begin_case("%s store_cache_row of %s numbers", table.name, name_of(flavour));
+    begin_case("%s store_cache_row of %s numbers", kernels.name, name_of(flavour));
     Random random(11);
     std::vector<float> x = random_floats(random, flavour, 1001);
     for (int i = 0; i < 500; ++i) x[at(2 * i)] = std::ldexp(random.unit(), -54);
     const float edge[] = {0x1p-55f, -0x1p-55f, 0x1.fffffep-56f, -0x1.fffffep-56f, -0.0f};
     std::copy(std::begin(edge), std::end(edge), x.begin());
     std::vector<uint16_t> got(x.size());
-    table.store_cache_row(DType::kBF16, x.data(), 1001, got.data());
+    kernels.store_cache_row(DType::kBF16, x.data(), 1001, got.data());
     for (std::size_t i = 0; i < x.size(); ++i) {
       const auto value = std::bit_cast<float>(static_cast<uint32_t>(got[i]) << 16);
       const float want = as_cached(x[i]);
@@ -346,16 +346,18 @@ void with_denormals_flushed(const F& f) {
 #endif
 }
 
-void flushing_changes_nothing(const KernelTable& table) {
+void flushing_changes_nothing(const KernelTable& kernels) {
   for (const int64_t rows : {1, 4, 24}) {
-    begin_case("%s bf16 attention %s with denormals flushed, %d rows", table.name, with_unit(),
+    begin_case("%s bf16 attention %s with denormals flushed, %d rows", kernels.name, with_unit(),
                int(rows));
     Random random(9);
     constexpr int64_t kDim = 96;
     const std::vector<float> query = cached(spread_floats(random, rows * kDim));
     const Rows keys = rows_of(cached(spread_floats(random, 64 * kDim)), kDim);
     const Rows values = rows_of(cached(spread_floats(random, 64 * kDim)), kDim);
-    const auto run = [&] { return attend(table, query, rows, 1, keys, values, 64, 64, 0x1p-24f); };
+    const auto run = [&] {
+      return attend(kernels, query, rows, 1, keys, values, 64, 64, 0x1p-24f);
+    };
     const std::vector<float> plain = run();
     std::vector<float> flushed;
     with_denormals_flushed([&] { flushed = run(); });
@@ -366,15 +368,15 @@ void flushing_changes_nothing(const KernelTable& table) {
 // Every table without the CPU's units and, where one may be used, with it.
 template <class F>
 void with_and_without_unit(const F& f) {
-  for (const KernelTable* table : tables_under_test()) {
+  for (const KernelTable* kernels : tables_under_test()) {
     for (const bool unit : {false, true}) {
-      if (unit && !may_use_pair_unit(*table)) continue;
+      if (unit && !may_use_pair_unit(*kernels)) continue;
       by_pair_unit = unit;
-      f(*table);
+      f(*kernels);
     }
     by_pair_unit = false;
-    by_matrix_unit = may_use_matrix_unit(*table);
-    if (by_matrix_unit) f(*table);
+    by_matrix_unit = may_use_matrix_unit(*kernels);
+    if (by_matrix_unit) f(*kernels);
     by_matrix_unit = false;
   }
 }
@@ -383,8 +385,9 @@ TEST(order) { with_and_without_unit(order); }
 TEST(rows_are_independent) { with_and_without_unit(rows_are_independent); }
 TEST(flushing_changes_nothing) { with_and_without_unit(flushing_changes_nothing); }
 TEST(windows) {  // the unit takes multiples of 32
-  with_and_without_unit(
-      [](const KernelTable& table) { windows(table, by_pair_unit || by_matrix_unit ? 64 : 40); });
+  with_and_without_unit([](const KernelTable& kernels) {
+    windows(kernels, by_pair_unit || by_matrix_unit ? 64 : 40);
+  });
 }
 TEST(edges) { with_and_without_unit(edges); }
 TEST(written) { on_every_table(written); }

@@ -38,7 +38,7 @@ struct ColumnTest {
   Arena x{kMaxK}, sums{12 * kRows * 4};
 
   // Panels from `first` on of w [n, k], and the token q.
-  void run(const KernelTable& table, const std::vector<int8_t>& w,
+  void run(const KernelTable& kernels, const std::vector<int8_t>& w,
            const std::vector<uint8_t>& packed, const std::vector<int8_t>& q, int64_t n,
            int64_t first) {
     const auto k = static_cast<int64_t>(q.size());
@@ -46,7 +46,7 @@ struct ColumnTest {
     const int8_t* token = x.place_copy(q.data(), k, place);
     int32_t* list = where.place<int32_t>(k + kRoom, place);
     int8_t* listed = codes.place<int8_t>(k + kRoom, place);
-    const int64_t count = table.list_nonzero(token, k, list, listed);
+    const int64_t count = kernels.list_nonzero(token, k, list, listed);
     int64_t found = 0, sum = 0;
     bool right = true;
     for (int64_t i = 0; i < k; ++i) {
@@ -63,7 +63,7 @@ struct ColumnTest {
     const int64_t panels = (n + kRows - 1) / kRows - first, bytes = k * kLine;
     const uint8_t* lines = columns.place_copy(packed.data() + first * bytes, panels * bytes, place);
     int32_t* out = sums.place<int32_t>(panels * kRows, place);
-    table.column_product({lines, k, panels, list, listed, count, static_cast<int32_t>(sum), out});
+    kernels.column_product({lines, k, panels, list, listed, count, static_cast<int32_t>(sum), out});
     CHECK(sums.intact(), "wrote outside of out");
     int64_t wrong = 0;
     for (int64_t row = first * kRows; row < n; ++row) {
@@ -75,37 +75,37 @@ struct ColumnTest {
   }
 };
 
-void random_products(ColumnTest& test, const KernelTable& table) {
+void random_products(ColumnTest& test, const KernelTable& kernels) {
   Random random(5);
   for (const int64_t n : {1, 47, 256, 300, 2560}) {
     for (const int64_t k : {1, 4, 130, 1029, 6912}) {
-      if (n * k > 1300 * 1000 && (thinning(table) != 1 || k != 1029)) continue;
+      if (n * k > 1300 * 1000 && (thinning(kernels) != 1 || k != 1029)) continue;
       std::vector<int8_t> w(at(n * k)), q(at(k));
       for (int8_t& code : w) code = static_cast<int8_t>(random.below(3) - 1);
       const std::vector<uint8_t> packed = columns_of(w, n, k);
       for (const int64_t percent : {0, 30, 90, 100}) {
-        begin_case("%s N=%d K=%d %d %% zeros", table.name, static_cast<int>(n), static_cast<int>(k),
-                   static_cast<int>(percent));
+        begin_case("%s N=%d K=%d %d %% zeros", kernels.name, static_cast<int>(n),
+                   static_cast<int>(k), static_cast<int>(percent));
         for (int8_t& code : q) {
           code = static_cast<int8_t>(random.below(256) - 128);
           if (random.below(100) < percent) code = 0;
         }
-        test.run(table, w, packed, q, n, n > 300 ? 3 : 0);
+        test.run(kernels, w, packed, q, n, n > 300 ? 3 : 0);
       }
     }
   }
 }
 
 // Where sums are largest, and lists of every length around a group.
-void worst_cases(ColumnTest& test, const KernelTable& table) {
+void worst_cases(ColumnTest& test, const KernelTable& kernels) {
   for (const int64_t k : {int64_t{64}, int64_t{260}, kMaxK}) {
-    if (k == kMaxK && thinning(table) != 1) continue;
+    if (k == kMaxK && thinning(kernels) != 1) continue;
     for (const int weight : {-1, 1}) {
       for (const int code : {-128, 127}) {
-        begin_case("%s K=%d, all %d x %d", table.name, static_cast<int>(k), weight, code);
+        begin_case("%s K=%d, all %d x %d", kernels.name, static_cast<int>(k), weight, code);
         const std::vector<int8_t> w(at(47 * k), static_cast<int8_t>(weight));
         const std::vector<int8_t> q(at(k), static_cast<int8_t>(code));
-        test.run(table, w, columns_of(w, 47, k), q, 47, 0);
+        test.run(kernels, w, columns_of(w, 47, k), q, 47, 0);
       }
     }
   }
@@ -115,21 +115,21 @@ void worst_cases(ColumnTest& test, const KernelTable& table) {
   for (int8_t& code : w) code = static_cast<int8_t>(random.below(3) - 1);
   const std::vector<uint8_t> packed = columns_of(w, kN, kK);
   for (int64_t length = 0; length <= 70; ++length) {
-    begin_case("%s, a list of %d", table.name, static_cast<int>(length));
+    begin_case("%s, a list of %d", kernels.name, static_cast<int>(length));
     std::vector<int8_t> q(at(kK));
     for (int64_t i = 0; i < length; ++i) q[at(i * 37 % kK)] = static_cast<int8_t>(i + 1);
-    test.run(table, w, packed, q, kN, 0);
+    test.run(kernels, w, packed, q, kN, 0);
   }
 }
 
 TEST(random_products) {
   ColumnTest test;
-  for (const KernelTable* table : tables_under_test()) random_products(test, *table);
+  for (const KernelTable* kernels : tables_under_test()) random_products(test, *kernels);
 }
 
 TEST(worst_cases) {
   ColumnTest test;
-  for (const KernelTable* table : tables_under_test()) worst_cases(test, *table);
+  for (const KernelTable* kernels : tables_under_test()) worst_cases(test, *kernels);
 }
 
 }  // namespace

@@ -22,11 +22,11 @@ std::vector<uint8_t> to_memory(const Format& format, const std::vector<uint16_t>
   }
   return bytes;
 }
-std::vector<uint16_t> store(const KernelTable& table, const Format& format,
+std::vector<uint16_t> store(const KernelTable& kernels, const Format& format,
                             const std::vector<float>& x) {
   const std::size_t size = format.width == 16 ? 2 : 1;
   std::vector<uint8_t> bytes(x.size() * size);
-  table.store_row(format.type, x.data(), static_cast<int64_t>(x.size()), bytes.data());
+  kernels.store_row(format.type, x.data(), static_cast<int64_t>(x.size()), bytes.data());
   std::vector<uint16_t> codes;
   for (std::size_t i = 0; i < x.size(); ++i) {
     const int high = size == 2 ? bytes[2 * i + 1] << 8 : 0;
@@ -34,11 +34,11 @@ std::vector<uint16_t> store(const KernelTable& table, const Format& format,
   }
   return codes;
 }
-std::vector<float> load(const KernelTable& table, const Format& format,
+std::vector<float> load(const KernelTable& kernels, const Format& format,
                         const std::vector<uint16_t>& codes) {
   std::vector<float> x(codes.size());
-  table.load_row(format.type, to_memory(format, codes).data(), static_cast<int64_t>(x.size()),
-                 x.data());
+  kernels.load_row(format.type, to_memory(format, codes).data(), static_cast<int64_t>(x.size()),
+                   x.data());
   return x;
 }
 
@@ -59,11 +59,11 @@ uint32_t expected_float(const Format& format, uint16_t code) {
   return sign | 0x7f800000u | quiet | (payload << (23 - format.fraction));
 }
 
-void reads_every_pattern(const KernelTable& table, const Format& format) {
-  begin_case("%s load_row %s, all patterns", table.name, format.name);
+void reads_every_pattern(const KernelTable& kernels, const Format& format) {
+  begin_case("%s load_row %s, all patterns", kernels.name, format.name);
   std::vector<uint16_t> codes(static_cast<std::size_t>(format.patterns()));
   for (std::size_t i = 0; i < codes.size(); ++i) codes[i] = static_cast<uint16_t>(i);
-  const std::vector<float> got = load(table, format, codes);
+  const std::vector<float> got = load(kernels, format, codes);
   for (const uint16_t code : codes) {
     const uint32_t want = expected_float(format, code);
     CHECK(bits(got[code]) == want, "0x%04x: 0x%08x, not 0x%08x", code, bits(got[code]), want);
@@ -99,21 +99,21 @@ std::vector<float> storing_samples(const Format& format) {
   return samples;
 }
 
-void stores_nearest(const KernelTable& table, const Format& format,
+void stores_nearest(const KernelTable& kernels, const Format& format,
                     const std::vector<float>& samples, const std::vector<uint16_t>& want) {
-  begin_case("%s store_row %s", table.name, format.name);
-  const std::vector<uint16_t> got = store(table, format, samples);
-  const std::vector<float> reread = load(table, format, got);
+  begin_case("%s store_row %s", kernels.name, format.name);
+  const std::vector<uint16_t> got = store(kernels, format, samples);
+  const std::vector<float> reread = load(kernels, format, got);
   std::vector<float> rounded = samples;
-  table.round_row(format.type, rounded.data(), static_cast<int64_t>(samples.size()));
+  kernels.round_row(format.type, rounded.data(), static_cast<int64_t>(samples.size()));
   for (std::size_t i = 0; i < samples.size(); ++i) {
     CHECK(got[i] == want[i], "%a: 0x%04x, not 0x%04x", samples[i], got[i], want[i]);
     CHECK(bits(rounded[i]) == bits(reread[i]), "round_row(%a) gives %a", samples[i], rounded[i]);
   }
 }
 
-void stores_nan(const KernelTable& table) {
-  begin_case("%s store_row of NaN", table.name);
+void stores_nan(const KernelTable& kernels) {
+  begin_case("%s store_row of NaN", kernels.name);
   Random random(4);
   std::vector<float> nans;
   for (int i = 0; i < 5000; ++i) {
@@ -122,7 +122,7 @@ void stores_nan(const KernelTable& table) {
     if (std::isnan(x)) nans.push_back(x);
   }
   std::vector<uint16_t> codes[4];
-  for (int i = 0; i < 4; ++i) codes[i] = store(table, kFormats[i], nans);
+  for (int i = 0; i < 4; ++i) codes[i] = store(kernels, kFormats[i], nans);
   const auto& [bf16, f16, e4m3, e5m2] = codes;
   for (std::size_t i = 0; i < nans.size(); ++i) {
     CHECK(bf16[i] == 0x7fc0, "0x%08x: 0x%04x", bits(nans[i]), bf16[i]);
@@ -139,11 +139,11 @@ void stores_nan(const KernelTable& table) {
 
 // The definition in doubles: each quotient and product of two floats is exact enough there to be
 // rounded right when it becomes a float.  Returns the scale.
-float check_quantize(const KernelTable& table, const std::vector<float>& x) {
+float check_quantize(const KernelTable& kernels, const std::vector<float>& x) {
   const auto n = static_cast<int64_t>(x.size());
   std::vector<int8_t> q(x.size() + 3, 99);
   int32_t sum = -1;
-  const float scale = table.quantize_row(x.data(), n, n + 2, q.data(), kTokenStep, &sum);
+  const float scale = kernels.quantize_row(x.data(), n, n + 2, q.data(), kTokenStep, &sum);
   double absmax = 0;
   bool finite = true;
   for (const float v : x) {
@@ -167,10 +167,10 @@ float check_quantize(const KernelTable& table, const std::vector<float>& x) {
 }
 
 // absmax 127, so the factor is 1 and x + 0.5 is a tie; the same at factors 2^-40 and 2^20.
-void quantizes_ties(const KernelTable& table) {
+void quantizes_ties(const KernelTable& kernels) {
   for (std::size_t n = 1; n <= 70; ++n) {
     for (const int exponent : {0, -20, 40}) {
-      begin_case("%s quantize_row ties n=%d 2^%d", table.name, static_cast<int>(n), exponent);
+      begin_case("%s quantize_row ties n=%d 2^%d", kernels.name, static_cast<int>(n), exponent);
       for (int shift = 0; shift < 7; ++shift) {
         std::vector<float> x(n);
         for (std::size_t i = 0; i < n; ++i) {
@@ -180,41 +180,41 @@ void quantizes_ties(const KernelTable& table) {
         x[(n - 1) * static_cast<std::size_t>(shift) / 6] = std::ldexp(127.0f, exponent);
         if (exponent == -20)
           x[0] = std::ldexp(127.0f, exponent);  // > 1e-5: the factor is not clamped
-        const float factor = check_quantize(table, x);
+        const float factor = check_quantize(kernels, x);
         CHECK(factor == std::ldexp(1.0f, exponent), "these are no ties: scale %a", factor);
       }
     }
   }
 }
 
-void quantizes_anything(const KernelTable& table) {
+void quantizes_anything(const KernelTable& kernels) {
   Random random(6);
   for (int64_t n = 0; n <= 300; n += n < 70 ? 1 : 23) {
     for (const Flavour flavour : kFlavours) {
-      begin_case("%s quantize_row n=%d %s", table.name, static_cast<int>(n), name_of(flavour));
-      check_quantize(table, random_floats(random, flavour, n));
+      begin_case("%s quantize_row n=%d %s", kernels.name, static_cast<int>(n), name_of(flavour));
+      check_quantize(kernels, random_floats(random, flavour, n));
     }
     // One NaN or infinity anywhere makes the row void, also where lanes are padded.
     for (int64_t at = 0; at < n; at += 3) {
       for (const float special : {NAN, -NAN, INFINITY, -INFINITY}) {
-        begin_case("%s quantize_row n=%d, %g at %d", table.name, static_cast<int>(n), special,
+        begin_case("%s quantize_row n=%d, %g at %d", kernels.name, static_cast<int>(n), special,
                    static_cast<int>(at));
         std::vector<float> x = random_floats(random, Flavour::kUnit, n);
         x[static_cast<std::size_t>(at)] = special;
-        check_quantize(table, x);
+        check_quantize(kernels, x);
       }
     }
   }
   for (const float absmax : {1e-5f, std::nextafter(1e-5f, 0.0f), std::nextafter(1e-5f, 1.0f), 0.0f,
                              1e-45f, 3.4028235e38f, 1.1754944e-38f}) {
-    begin_case("%s quantize_row absmax=%g", table.name, absmax);
-    check_quantize(table, {absmax, -absmax, absmax / 2, -absmax / 3});
+    begin_case("%s quantize_row absmax=%g", kernels.name, absmax);
+    check_quantize(kernels, {absmax, -absmax, absmax / 2, -absmax / 3});
   }
 }
 
 TEST(reads_every_pattern) {
   for (const Format& format : kFormats) {
-    for (const KernelTable* table : tables_under_test()) reads_every_pattern(*table, format);
+    for (const KernelTable* kernels : tables_under_test()) reads_every_pattern(*kernels, format);
   }
 }
 
@@ -223,8 +223,8 @@ TEST(stores_nearest) {
     const std::vector<float> samples = storing_samples(format);
     std::vector<uint16_t> want;
     for (const float x : samples) want.push_back(format.nearest(x));
-    for (const KernelTable* table : tables_under_test()) {
-      stores_nearest(*table, format, samples, want);
+    for (const KernelTable* kernels : tables_under_test()) {
+      stores_nearest(*kernels, format, samples, want);
     }
   }
 }

@@ -76,9 +76,9 @@ Problem random_problem(int64_t k, int64_t rows, int64_t tokens, int64_t codes_be
 class GemmTest {
  public:
   // Runs rows [row_begin, row_end) x the first `tokens` tokens of p, strides wider by `slack`.
-  void run(const KernelTable& table, const Problem& p, int64_t row_begin, int64_t row_end,
+  void run(const KernelTable& kernels, const Problem& p, int64_t row_begin, int64_t row_end,
            int64_t tokens, int64_t slack) {
-    begin_case("%s canonical K=%lld rows %lld..%lld tokens=%lld slack=%lld", table.name,
+    begin_case("%s canonical K=%lld rows %lld..%lld tokens=%lld slack=%lld", kernels.name,
                static_cast<long long>(p.k), static_cast<long long>(row_begin),
                static_cast<long long>(row_end), static_cast<long long>(tokens),
                static_cast<long long>(slack));
@@ -91,18 +91,18 @@ class GemmTest {
     for (int64_t t = 0; t < tokens; ++t) std::copy_n(&p.x[at(t * p.kp)], p.kp, x + t * x_stride);
     const int32_t* sums = sums_.place_copy(p.sums.data(), tokens, where);
     int32_t* out = out_.place<int32_t>((tokens - 1) * out_stride + rows, where);
-    run_usual(table, {.format = layout::WeightFormat::kCanonical,
-                      .weights = w + row_begin * row_bytes,
-                      .block_bytes = row_bytes,
-                      .k_steps = row_bytes,
-                      .blocks = rows,
-                      .x = x,
-                      .x_stride = x_stride,
-                      .tokens = tokens,
-                      .x_sum = sums,
-                      .sums = out,
-                      .out_stride = out_stride,
-                      .prefetch_bytes = 6144});
+    run_usual(kernels, {.format = layout::WeightFormat::kCanonical,
+                        .weights = w + row_begin * row_bytes,
+                        .block_bytes = row_bytes,
+                        .k_steps = row_bytes,
+                        .blocks = rows,
+                        .x = x,
+                        .x_stride = x_stride,
+                        .tokens = tokens,
+                        .x_sum = sums,
+                        .sums = out,
+                        .out_stride = out_stride,
+                        .prefetch_bytes = 6144});
     for (int64_t t = 0; t < tokens; ++t) {
       for (int64_t n = 0; n < rows; ++n) {
         const int64_t want = p.answer[at(t * p.rows + row_begin + n)];
@@ -123,11 +123,11 @@ class GemmTest {
 void all_counts(GemmTest& test, const std::vector<const KernelTable*>& tables) {
   for (const int64_t k : {1, 64, 127, 128, 129, 200, 255, 256, 257, 300, 384, 385, 576}) {
     const Problem p = random_problem(k, kRows, kTokens, 3);
-    for (const KernelTable* table : tables) {
-      const int64_t step = thinning(*table) > 1 ? 3 : 1;
+    for (const KernelTable* kernels : tables) {
+      const int64_t step = thinning(*kernels) > 1 ? 3 : 1;
       for (int64_t rows = 1; rows <= kRows; rows += step) {
         for (const int64_t tokens : kTokenCounts) {
-          test.run(*table, p, 0, rows, tokens, (rows + tokens) % 3);
+          test.run(*kernels, p, 0, rows, tokens, (rows + tokens) % 3);
         }
       }
     }
@@ -140,17 +140,18 @@ void all_lengths(GemmTest& test, const std::vector<const KernelTable*>& tables) 
                           255,  257,  383,  384,  511,  512,  513,  576,   640,   1000,  1024,
                           1152, 2049, 3200, 6912, 8064, 8192, 8640, 14336, 23040, 27648, 32768}) {
     const Problem p = random_problem(k, kRows, kTokens, k % 2 == 0 ? 3 : 4);
-    for (const KernelTable* table : tables) {
-      const bool thin = thinning(*table) > 1;
+    for (const KernelTable* kernels : tables) {
+      const bool thin = thinning(*kernels) > 1;
       for (const int64_t rows : {1, 2, 3, 4, 5, 9, 70}) {
         for (const int64_t tokens : {1, 2, 4, 5, 9, 33, 64}) {
           // A product of 64 tokens and 70 rows has all the tiles of a smaller one.
           if (thin && rows * tokens > 50 && (k > 640 || rows * tokens > 400)) continue;
-          test.run(*table, p, 0, rows, tokens, tokens % 2 * 17);
+          test.run(*kernels, p, 0, rows, tokens, tokens % 2 * 17);
         }
       }
-      test.run(*table, p, 2, 9, 1, 0);  // ranges that begin inside the matrix, as threads get them
-      test.run(*table, p, 4, 9, 5, 3);
+      test.run(*kernels, p, 2, 9, 1,
+               0);  // ranges that begin inside the matrix, as threads get them
+      test.run(*kernels, p, 4, 9, 5, 3);
     }
   }
 }
@@ -169,10 +170,10 @@ void worst_cases(GemmTest& test, const std::vector<const KernelTable*>& tables) 
             [&](int64_t, int64_t) { return static_cast<int8_t>(activation); });
         const int64_t extreme = k * (int64_t{code} - 1) * activation;
         CHECK(p.answer[0] == extreme, "the reference itself is wrong");
-        for (const KernelTable* table : tables) {
-          test.run(*table, p, 0, 5, 1, 0);
-          test.run(*table, p, 0, 5, 5, 0);
-          if (rows > 5) test.run(*table, p, 0, rows, tokens, 0);
+        for (const KernelTable* kernels : tables) {
+          test.run(*kernels, p, 0, 5, 1, 0);
+          test.run(*kernels, p, 0, 5, 5, 0);
+          if (rows > 5) test.run(*kernels, p, 0, rows, tokens, 0);
         }
       }
     }
@@ -180,34 +181,34 @@ void worst_cases(GemmTest& test, const std::vector<const KernelTable*>& tables) 
     const Problem swing = make_problem(
         k, 5, 5, [](int64_t, int64_t i) { return static_cast<uint8_t>(i / 2048 % 2 == 0 ? 3 : 0); },
         [](int64_t, int64_t i) { return static_cast<int8_t>(i / 128 % 3 == 0 ? 127 : -128); });
-    for (const KernelTable* table : tables) test.run(*table, swing, 0, 5, 5, 0);
+    for (const KernelTable* kernels : tables) test.run(*kernels, swing, 0, 5, 5, 0);
   }
 }
 
-void check_sum_i8(const KernelTable& table, Arena& arena, const std::vector<int8_t>& x,
+void check_sum_i8(const KernelTable& kernels, Arena& arena, const std::vector<int8_t>& x,
                   Placement where) {
   const auto n = static_cast<int64_t>(x.size());
-  begin_case("%s sum_i8 n=%lld", table.name, static_cast<long long>(n));
+  begin_case("%s sum_i8 n=%lld", kernels.name, static_cast<long long>(n));
   int64_t want = 0;
   for (const int8_t v : x) want += v;
-  const int32_t got = table.sum_i8(arena.place_copy(x.data(), n, where), n);
+  const int32_t got = kernels.sum_i8(arena.place_copy(x.data(), n, where), n);
   CHECK(got == want, "%d, not %lld", got, static_cast<long long>(want));
 }
 
 void sums(const std::vector<const KernelTable*>& tables) {
   Arena arena(1 << 24);
   Random random(5);
-  for (const KernelTable* table : tables) {
+  for (const KernelTable* kernels : tables) {
     for (int64_t n = 0; n <= 300; ++n) {
       std::vector<int8_t> x(static_cast<std::size_t>(n));
       for (int8_t& v : x) v = static_cast<int8_t>(random.below(256) - 128);
-      for (const Placement where : kPlacements) check_sum_i8(*table, arena, x, where);
+      for (const Placement where : kPlacements) check_sum_i8(*kernels, arena, x, where);
       std::fill(x.begin(), x.end(), int8_t{-128});
-      check_sum_i8(*table, arena, x, kPlacements[0]);
+      check_sum_i8(*kernels, arena, x, kPlacements[0]);
     }
     // The contract's bound: 2^24 times -128 is the smallest int32.
-    check_sum_i8(*table, arena, std::vector<int8_t>(1 << 24, -128), kPlacements[0]);
-    check_sum_i8(*table, arena, std::vector<int8_t>(1 << 24, 127), kPlacements[0]);
+    check_sum_i8(*kernels, arena, std::vector<int8_t>(1 << 24, -128), kPlacements[0]);
+    check_sum_i8(*kernels, arena, std::vector<int8_t>(1 << 24, 127), kPlacements[0]);
   }
 }
 

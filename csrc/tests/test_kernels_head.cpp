@@ -72,9 +72,9 @@ class HeadTest {
   int64_t planted_row = -1;
   float planted = 0;
 
-  void int8(const KernelTable& table, const std::vector<int8_t>& codes, const Tokens& tokens,
+  void int8(const KernelTable& kernels, const std::vector<int8_t>& codes, const Tokens& tokens,
             int64_t row_begin, int64_t row_end, int64_t count) {
-    begin_case("%s head_int8 K=%lld rows %lld..%lld tokens=%lld", table.name,
+    begin_case("%s head_int8 K=%lld rows %lld..%lld tokens=%lld", kernels.name,
                static_cast<long long>(tokens.k), static_cast<long long>(row_begin),
                static_cast<long long>(row_end), static_cast<long long>(count));
     const std::vector<HeadToken> x = guarded_tokens(tokens, count);
@@ -85,8 +85,8 @@ class HeadTest {
     const float* s = arenas_[1]->place_copy(scales.data(), row_end, where());
     for (const bool into_l2 : {false, true}) {
       float* out = result(row_end - row_begin, count);
-      table.head_int8(w, s, tokens.k, row_begin, row_end, x.data(), count, {512, 1024, into_l2},
-                      out, stride_);
+      kernels.head_int8(w, s, tokens.k, row_begin, row_end, x.data(), count, {512, 1024, into_l2},
+                        out, stride_);
       for (int64_t t = 0; t < count; ++t) {
         for (int64_t n = row_begin; n < row_end; ++n) {
           const int64_t sum = dot(&codes[at(n * tokens.k)], tokens, t, 0, tokens.k);
@@ -98,9 +98,9 @@ class HeadTest {
   }
 
   // Bounds hold for the logits, and are above what high bytes give by no more than lengths allow.
-  void bound(const KernelTable& table, const std::vector<int8_t>& codes, const Tokens& tokens,
+  void bound(const KernelTable& kernels, const std::vector<int8_t>& codes, const Tokens& tokens,
              int64_t row_begin, int64_t row_end, int64_t count) {
-    begin_case("%s head_bound K=%lld rows %lld..%lld tokens=%lld", table.name,
+    begin_case("%s head_bound K=%lld rows %lld..%lld tokens=%lld", kernels.name,
                static_cast<long long>(tokens.k), static_cast<long long>(row_begin),
                static_cast<long long>(row_end), static_cast<long long>(count));
     std::vector<HeadToken> x = guarded_tokens(tokens, count);
@@ -118,7 +118,7 @@ class HeadTest {
     const int8_t* w = arenas_[0]->place_copy(codes.data(), row_end * tokens.k, where());
     const float* s = arenas_[1]->place_copy(scales.data(), row_end, where());
     float* out = result(row_end - row_begin, count);
-    table.head_bound(w, s, tokens.k, row_begin, row_end, x.data(), count, out, stride_);
+    kernels.head_bound(w, s, tokens.k, row_begin, row_end, x.data(), count, out, stride_);
     for (int64_t t = 0; t < count; ++t) {
       for (int64_t n = row_begin; n < row_end; ++n) {
         double sum = 0, high = 0, squares = 0;
@@ -145,9 +145,9 @@ class HeadTest {
     CHECK(arenas_[2]->intact(), "wrote outside of out");
   }
 
-  void int4(const KernelTable& table, const std::vector<int8_t>& codes, const Tokens& tokens,
+  void int4(const KernelTable& kernels, const std::vector<int8_t>& codes, const Tokens& tokens,
             int64_t group, int64_t row_begin, int64_t row_end, int64_t count) {
-    begin_case("%s head_int4 K=%lld group=%lld rows %lld..%lld tokens=%lld", table.name,
+    begin_case("%s head_int4 K=%lld group=%lld rows %lld..%lld tokens=%lld", kernels.name,
                static_cast<long long>(tokens.k), static_cast<long long>(group),
                static_cast<long long>(row_begin), static_cast<long long>(row_end),
                static_cast<long long>(count));
@@ -166,8 +166,8 @@ class HeadTest {
         arenas_[1]->place_copy(scales.data(), static_cast<int64_t>(scales.size()), where());
     for (const bool into_l2 : {false, true}) {
       float* out = result(row_end - row_begin, count);
-      table.head_int4(w, s, groups, group, row_begin, row_end, x.data(), count,
-                      {512, 1024, into_l2}, out, stride_);
+      kernels.head_int4(w, s, groups, group, row_begin, row_end, x.data(), count,
+                        {512, 1024, into_l2}, out, stride_);
       for (int64_t t = 0; t < count; ++t) {
         for (int64_t n = row_begin; n < row_end; ++n) {
           float acc = 0;
@@ -248,26 +248,26 @@ Tokens random_tokens(Random& random, int64_t k, int64_t count) {
                 [&](int64_t, int64_t) { return static_cast<int>(random.below(65025)) - 32512; });
 }
 
-void all_counts(HeadTest& test, const KernelTable& table) {
+void all_counts(HeadTest& test, const KernelTable& kernels) {
   for (const int64_t k : {1, 31, 64, 100, 129, 300}) {
     Random random(static_cast<uint64_t>(k));
     const Tokens tokens = random_tokens(random, k, kMaxTokens);
     const auto bytes = make_codes(kMaxRows, k, [&](auto...) { return random.below(256) - 128; });
     const auto halves = make_codes(kMaxRows, k, [&](auto...) { return random.below(16) - 8; });
-    const int64_t step = thinning(table) > 1 ? 7 : 1;
+    const int64_t step = thinning(kernels) > 1 ? 7 : 1;
     for (int64_t rows = 1; rows <= kMaxRows; rows += step) {
       for (const int64_t count : {1, 2, 3, 4, 5, 9, 17}) {
-        test.int8(table, bytes, tokens, 0, rows, count);
-        test.int4(table, halves, tokens, rows % 2 == 0 ? 64 : 128, 0, rows, count);
-        test.bound(table, bytes, tokens, rows / 3, rows, count);
+        test.int8(kernels, bytes, tokens, 0, rows, count);
+        test.int4(kernels, halves, tokens, rows % 2 == 0 ? 64 : 128, 0, rows, count);
+        test.bound(kernels, bytes, tokens, rows / 3, rows, count);
       }
     }
-    for (const int64_t begin : {1, 30, 69}) test.int8(table, bytes, tokens, begin, kMaxRows, 5);
-    for (const int64_t begin : {16, 64}) test.int4(table, halves, tokens, 64, begin, kMaxRows, 5);
+    for (const int64_t begin : {1, 30, 69}) test.int8(kernels, bytes, tokens, begin, kMaxRows, 5);
+    for (const int64_t begin : {16, 64}) test.int4(kernels, halves, tokens, 64, begin, kMaxRows, 5);
   }
 }
 
-void all_lengths(HeadTest& test, const KernelTable& table) {
+void all_lengths(HeadTest& test, const KernelTable& kernels) {
   for (const int64_t k : {2,   15,  16,  17,   32,   33,   63,   65,   96,   127,  128,   191,
                           192, 255, 256, 1000, 2560, 4095, 4096, 4097, 4160, 8193, 12345, 32768}) {
     Random random(static_cast<uint64_t>(k));
@@ -276,19 +276,19 @@ void all_lengths(HeadTest& test, const KernelTable& table) {
     // it takes two blocks, so that the second sees whether the first has overwritten the tokens.
     const auto bytes = make_codes(65, k, [&](auto...) { return random.below(256) - 128; });
     const auto halves = make_codes(65, k, [&](auto...) { return random.below(16) - 8; });
-    const int64_t few = k > 1000 && thinning(table) > 1 ? 2 : k > 5000 ? 17 : 33;
+    const int64_t few = k > 1000 && thinning(kernels) > 1 ? 2 : k > 5000 ? 17 : 33;
     const int64_t rows = k == 4096 ? 65 : few;
     for (const int64_t count : {1, 2, 5}) {
-      test.int8(table, bytes, tokens, 0, rows, count);
-      test.int4(table, halves, tokens, 64, 0, rows, count);
-      test.int4(table, halves, tokens, 128, 0, rows, count);
-      test.bound(table, bytes, tokens, 0, rows, count);
+      test.int8(kernels, bytes, tokens, 0, rows, count);
+      test.int4(kernels, halves, tokens, 64, 0, rows, count);
+      test.int4(kernels, halves, tokens, 128, 0, rows, count);
+      test.bound(kernels, bytes, tokens, 0, rows, count);
     }
   }
 }
 
 // Every product of one sign and as large as can be, up to the longest row there may be.
-void worst_cases(HeadTest& test, const KernelTable& table) {
+void worst_cases(HeadTest& test, const KernelTable& kernels) {
   for (const int64_t k : {int64_t{4096}, int64_t{32768}, layout::kHeadMaxK}) {
     // 32512 = 256 * 127; 32385 has the largest low half beside a high one of 126, 32384 the lowest.
     for (const int x : {32512, -32512, 32511, -32511, 32384, 32383, -32385, 127, -128}) {
@@ -296,20 +296,20 @@ void worst_cases(HeadTest& test, const KernelTable& table) {
       for (const int code : {127, -128}) {
         const auto codes = make_codes(2, k, [&](auto...) { return code; });
         for (const int64_t count : {1, 4}) {
-          test.int8(table, codes, tokens, 0, 2, count);
-          test.bound(table, codes, tokens, 0, 2, count);
+          test.int8(kernels, codes, tokens, 0, 2, count);
+          test.bound(kernels, codes, tokens, 0, 2, count);
         }
       }
       for (const int code : {7, -8}) {
         const auto codes = make_codes(2, k, [&](auto...) { return code; });
-        for (const int64_t count : {1, 4}) test.int4(table, codes, tokens, 128, 0, 2, count);
+        for (const int64_t count : {1, 4}) test.int4(kernels, codes, tokens, 128, 0, 2, count);
       }
     }
   }
 }
 
 // Values planted into the scale of a token and of a row.
-void planted_scales(HeadTest& test, const KernelTable& table) {
+void planted_scales(HeadTest& test, const KernelTable& kernels) {
   Random random(3);
   const auto codes = make_codes(36, 200, [&](auto...) { return random.below(16) - 8; });
   for (const int64_t count : {3, 5, 17}) {  // with and without a matrix unit
@@ -318,9 +318,10 @@ void planted_scales(HeadTest& test, const KernelTable& table) {
       tokens.scale[2] = test.planted = value;
       for (const int64_t row : {1, 35}) {
         test.planted_row = row;
-        test.int8(table, codes, tokens, 0, 36, count);
-        test.bound(table, codes, tokens, 0, 36, count);
-        for (const int64_t group : {64, 128}) test.int4(table, codes, tokens, group, 0, 36, count);
+        test.int8(kernels, codes, tokens, 0, 36, count);
+        test.bound(kernels, codes, tokens, 0, 36, count);
+        for (const int64_t group : {64, 128})
+          test.int4(kernels, codes, tokens, group, 0, 36, count);
       }
     }
   }
@@ -329,10 +330,10 @@ void planted_scales(HeadTest& test, const KernelTable& table) {
 
 // A token's integers are what it is worth: wide = 256 high + low, |wide| <= 32512, x within half a
 // step, and NaN for a poisoned one.
-void quantised_tokens(const KernelTable& table) {
+void quantised_tokens(const KernelTable& kernels) {
   for (const Flavour flavour : kFlavours) {
     for (const int64_t k : {1, 100, 2560}) {
-      begin_case("%s head_quantize_token k=%d %s", table.name, static_cast<int>(k),
+      begin_case("%s head_quantize_token k=%d %s", kernels.name, static_cast<int>(k),
                  name_of(flavour));
       Random random(static_cast<uint64_t>(k));
       const std::vector<float> x = random_floats(random, flavour, k);
@@ -340,8 +341,8 @@ void quantised_tokens(const KernelTable& table) {
       std::vector<int16_t> wide(at(padded));
       std::vector<int8_t> high(at(padded)), low(at(padded));
       std::vector<int32_t> sums(at(padded / 64));
-      const float scale = table.head_quantize_token(x.data(), k, padded, wide.data(), high.data(),
-                                                    low.data(), sums.data());
+      const float scale = kernels.head_quantize_token(x.data(), k, padded, wide.data(), high.data(),
+                                                      low.data(), sums.data());
       const bool finite = std::all_of(x.begin(), x.end(), [](float v) { return std::isfinite(v); });
       CHECK(finite == (scale == scale), "scale %g", static_cast<double>(scale));
       int32_t sum = 0;
@@ -365,22 +366,22 @@ void quantised_tokens(const KernelTable& table) {
 
 TEST(all_counts) {
   HeadTest test;
-  for (const KernelTable* table : tables_under_test()) all_counts(test, *table);
+  for (const KernelTable* kernels : tables_under_test()) all_counts(test, *kernels);
 }
 
 TEST(all_lengths) {
   HeadTest test;
-  for (const KernelTable* table : tables_under_test()) all_lengths(test, *table);
+  for (const KernelTable* kernels : tables_under_test()) all_lengths(test, *kernels);
 }
 
 TEST(worst_cases) {
   HeadTest test;
-  for (const KernelTable* table : tables_under_test()) worst_cases(test, *table);
+  for (const KernelTable* kernels : tables_under_test()) worst_cases(test, *kernels);
 }
 
 TEST(planted_scales) {
   HeadTest test;
-  for (const KernelTable* table : tables_under_test()) planted_scales(test, *table);
+  for (const KernelTable* kernels : tables_under_test()) planted_scales(test, *kernels);
 }
 
 TEST(quantised_tokens) { on_every_table(quantised_tokens); }

@@ -38,7 +38,7 @@ Cache random_cache(Random& random, int64_t length, int64_t dim, float size) {
   for (int64_t j = 0; j < length; ++j) {
     const std::vector<float> row = random_floats(random, Flavour::kUnit, dim);
     std::vector<int8_t> codes(row.size());
-    const float scale = scalar_table().head_quantize_int8(row.data(), dim, codes.data());
+    const float scale = scalar_kernels().head_quantize_int8(row.data(), dim, codes.data());
     cache.codes.insert(cache.codes.end(), codes.begin(), codes.end());
     cache.scales.push_back(scale * size * (0.1f + std::fabs(random.unit())));
   }
@@ -50,15 +50,15 @@ struct Attended {
   int64_t dim;
 
   const float* row(int64_t r) const { return &states[at(r * attention_state_floats(dim))]; }
-  std::vector<float> out(const KernelTable& table, int64_t r) const {
+  std::vector<float> out(const KernelTable& kernels, int64_t r) const {
     std::vector<float> y(at(dim));
-    table.finish_attention(dim, row(r), y.data());
+    kernels.finish_attention(dim, row(r), y.data());
     return y;
   }
 };
 
 // `rows` query rows over all positions, chunk after chunk.
-Attended attend(const KernelTable& table, const std::vector<float>& query, int64_t rows,
+Attended attend(const KernelTable& kernels, const std::vector<float>& query, int64_t rows,
                 const Cache& keys, const Cache& values, float scale) {
   const int64_t dim = keys.dim, padded = wide_padded(dim);
   const auto length = static_cast<int64_t>(keys.scales.size());
@@ -66,7 +66,7 @@ Attended attend(const KernelTable& table, const std::vector<float>& query, int64
   std::vector<float> factors;
   for (int64_t r = 0; r < rows; ++r) {
     factors.push_back(
-        table.quantize_query(&query[at(r * dim)], dim, padded, &wide[at(r * padded)]));
+        kernels.quantize_query(&query[at(r * dim)], dim, padded, &wide[at(r * padded)]));
   }
   Attended result{std::vector<float>(at(rows * attention_state_floats(dim))), dim};
   std::vector<float> later(result.states.size());
@@ -87,23 +87,23 @@ Attended attend(const KernelTable& table, const std::vector<float>& query, int64
         .scale = scale,
         .next = nullptr,
         .int8 = {wide.data(), factors.data(), &keys.scales[at(begin)], &values.scales[at(begin)]}};
-    table.attend_chunk(chunk, scratch.data(), (begin == 0 ? result.states : later).data());
+    kernels.attend_chunk(chunk, scratch.data(), (begin == 0 ? result.states : later).data());
     const std::vector<float>& states = begin == 0 ? result.states : later;
-    CHECK(equal_in_panels<int8_t>(table, chunk, 77, scratch, states.data()),
+    CHECK(equal_in_panels<int8_t>(kernels, chunk, 77, scratch, states.data()),
           "%d positions in panels give other states than in rows", static_cast<int>(positions));
     AttentionChunk causal = chunk;  // rows that see one position more each
     causal.rows_per_token = 1;
     causal.first_visible = std::max<int64_t>(1, positions - rows / 2);
     std::vector<float> seen(states.size());
-    table.attend_chunk(causal, scratch.data(), seen.data());
-    CHECK(equal_in_panels<int8_t>(table, causal, 77, scratch, seen.data()),
+    kernels.attend_chunk(causal, scratch.data(), seen.data());
+    CHECK(equal_in_panels<int8_t>(kernels, causal, 77, scratch, seen.data()),
           "%d positions in panels give other causal states", static_cast<int>(positions));
     AttentionChunk windowed = causal;  // and whose first ones do not see the first ones
     windowed.first_hidden = std::min({positions / 2, windowed.first_visible - 1, positions - rows});
-    table.attend_chunk(windowed, scratch.data(), seen.data());
-    CHECK(equal_in_panels<int8_t>(table, windowed, 77, scratch, seen.data()),
+    kernels.attend_chunk(windowed, scratch.data(), seen.data());
+    CHECK(equal_in_panels<int8_t>(kernels, windowed, 77, scratch, seen.data()),
           "%d positions in panels give other states in a window", static_cast<int>(positions));
-    if (begin > 0) table.merge_attention(rows, dim, later.data(), result.states.data());
+    if (begin > 0) kernels.merge_attention(rows, dim, later.data(), result.states.data());
   }
   return result;
 }
@@ -179,20 +179,20 @@ Exact exact_attention(const std::vector<float>& q, const Cache& keys, const Cach
   return result;
 }
 
-void accuracy(const KernelTable& table) {
+void accuracy(const KernelTable& kernels) {
   double worst = 0;
   for (const int64_t dim : {1, 16, 30, 64, 80, 128, 256}) {
     for (const int64_t length : {1, 2, 15, 17, 64, 65, 300}) {
       for (const float spread : {0.5f, 4.0f, 40.0f}) {  // flat to one-hot, past the range of exp
-        if (dim > 80 && length > 65 && thinning(table) > 1) continue;
-        begin_case("%s int8 attention dim=%d length=%d spread=%g", table.name,
+        if (dim > 80 && length > 65 && thinning(kernels) > 1) continue;
+        begin_case("%s int8 attention dim=%d length=%d spread=%g", kernels.name,
                    static_cast<int>(dim), static_cast<int>(length), spread);
         Random random(static_cast<uint64_t>(dim * 1000 + length));
         const std::vector<float> q = random_floats(random, Flavour::kUnit, dim);
         const Cache keys = random_cache(random, length, dim, spread);
         const Cache values = random_cache(random, length, dim, 1.0f);
         const float scale = 0.9f;
-        const std::vector<float> got = attend(table, q, 1, keys, values, scale).out(table, 0);
+        const std::vector<float> got = attend(kernels, q, 1, keys, values, scale).out(kernels, 0);
         const Exact want = exact_attention(q, keys, values, scale);
         for (int64_t i = 0; i < dim; ++i) {
           const double error = std::fabs(got[at(i)] - want.out[at(i)]), bound = want.bound[at(i)];
@@ -203,24 +203,24 @@ void accuracy(const KernelTable& table) {
       }
     }
   }
-  std::printf("%s: int8 attention takes at most %.2f of its bound\n", table.name, worst);
+  std::printf("%s: int8 attention takes at most %.2f of its bound\n", kernels.name, worst);
 }
 
 // ---- rows and extremes --------------------------------------------------------------------------
 
-void rows_are_independent(const KernelTable& table) {
+void rows_are_independent(const KernelTable& kernels) {
   for (const int64_t dim : {1, 17, 31, 33, 48, 100, 128}) {
     for (int64_t rows = 1; rows <= 9; ++rows) {
-      begin_case("%s int8 attention, %d rows of dim %d", table.name, static_cast<int>(rows),
+      begin_case("%s int8 attention, %d rows of dim %d", kernels.name, static_cast<int>(rows),
                  static_cast<int>(dim));
       Random random(static_cast<uint64_t>(dim * 10 + rows));
       const std::vector<float> q = random_floats(random, Flavour::kUnit, rows * dim);
       const Cache keys = random_cache(random, 77, dim, 3.0f);
       const Cache values = random_cache(random, 77, dim, 1.0f);
-      const Attended all = attend(table, q, rows, keys, values, 0.3f);
+      const Attended all = attend(kernels, q, rows, keys, values, 0.3f);
       for (int64_t r = 0; r < rows; ++r) {
         const std::vector<float> one(q.begin() + r * dim, q.begin() + (r + 1) * dim);
-        const Attended alone = attend(table, one, 1, keys, values, 0.3f);
+        const Attended alone = attend(kernels, one, 1, keys, values, 0.3f);
         CHECK(std::memcmp(all.row(r), alone.row(0), alone.states.size() * sizeof(float)) == 0,
               "row %d differs from the same row alone", static_cast<int>(r));
       }
@@ -230,15 +230,15 @@ void rows_are_independent(const KernelTable& table) {
 
 // -128 * 32512 * 512 = -127 * 2^24 is the largest sum of keys; equal weights make the largest of
 // values, 64 * 128 * 32512.  Both are floats, so the results are exact.
-void extremes(const KernelTable& table) {
+void extremes(const KernelTable& kernels) {
   for (const int64_t dim : {1, 2, 16, 128, 512}) {
     for (const int sign : {-1, 1}) {
-      begin_case("%s int8 attention, extremes of dim %d", table.name, static_cast<int>(dim));
+      begin_case("%s int8 attention, extremes of dim %d", kernels.name, static_cast<int>(dim));
       const std::vector<float> q(at(dim), 32512.0f * static_cast<float>(sign));
       Cache keys{std::vector<int8_t>(at(kAttentionChunk * dim), -128),
                  std::vector<float>(at(kAttentionChunk), 1.0f), dim};
       const Cache& values = keys;
-      const Attended got = attend(table, q, 1, keys, values, 1.0f);
+      const Attended got = attend(kernels, q, 1, keys, values, 1.0f);
       const float* state = got.row(0);
       const auto top = static_cast<float>(-sign * 128.0 * 32512.0 * static_cast<double>(dim));
       CHECK(state[attention_padded(dim)] == top, "maximum %a, not %a", state[attention_padded(dim)],
@@ -253,7 +253,7 @@ void extremes(const KernelTable& table) {
   }
 }
 
-void not_finite(const KernelTable& table) {
+void not_finite(const KernelTable& kernels) {
   constexpr int64_t kDim = 20;
   const float nan = std::numeric_limits<float>::quiet_NaN(), inf = INFINITY;
   const auto out = [&](int64_t j, float key_scale, float value_scale, float query) {
@@ -263,9 +263,9 @@ void not_finite(const KernelTable& table) {
     Cache keys = random_cache(random, 70, kDim, 1.0f), values = keys;
     keys.scales[at(j)] = key_scale;
     values.scales[at(j)] = value_scale;
-    return attend(table, q, 1, keys, values, 1.0f).out(table, 0);
+    return attend(kernels, q, 1, keys, values, 1.0f).out(kernels, 0);
   };
-  begin_case("%s int8 attention, not finite", table.name);
+  begin_case("%s int8 attention, not finite", kernels.name);
   for (const int64_t j : {0, 40, 69}) {
     for (const float bad : {nan, inf}) {
       for (int64_t i = 0; i < kDim; ++i) {

@@ -30,25 +30,25 @@ int64_t sum_of_iteration() {
   return sum;
 }
 
-void test_peak(const KernelTable& table) {
+void test_peak(const KernelTable& kernels) {
   const int64_t one = sum_of_iteration();
   CHECK(one != 0, "a sum that shows nothing");
   for (const int64_t iterations : {1, 2, 37}) {
     int32_t sink = 0;
-    const int64_t macs = table.probe_int8_peak(iterations, &sink);
-    CHECK(macs == iterations * kSteps * 4 * 16 * 16 * 64, "%s: %lld multiply-adds", table.name,
+    const int64_t macs = kernels.probe_int8_peak(iterations, &sink);
+    CHECK(macs == iterations * kSteps * 4 * 16 * 16 * 64, "%s: %lld multiply-adds", kernels.name,
           static_cast<long long>(macs));
     CHECK(sink == static_cast<int32_t>(static_cast<uint64_t>(iterations * one)), "%s: sum %d",
-          table.name, sink);
+          kernels.name, sink);
   }
 }
 
 TEST(tile_products) {
   bool any = false;
-  for (const KernelTable* table : tables_under_test()) {
-    if (!std::string(table->name).starts_with("amx_int8")) continue;
-    begin_case("%s", table->name);
-    test_peak(*table);
+  for (const KernelTable* kernels : tables_under_test()) {
+    if (!std::string(kernels->name).starts_with("amx_int8")) continue;
+    begin_case("%s", kernels->name);
+    test_peak(*kernels);
     any = true;
   }
   if (!any) not_here("a matrix unit, or an emulated one");

@@ -43,7 +43,7 @@ Bytes random_bytes(Random& random, Shape shape, Flavour flavour) {
     for (const DType type : {DType::kF8E4M3, DType::kF8E5M2}) {
       if (shape.kind != stored_as(type)) continue;
       const float x = random_float(random, flavour);
-      scalar_table().store_row(type, &x, 1, &bits);
+      scalar_kernels().store_row(type, &x, 1, &bits);
     }
     std::memcpy(&bytes[static_cast<std::size_t>(i * size_of(shape.kind))], &bits,
                 static_cast<std::size_t>(size_of(shape.kind)));
@@ -81,7 +81,7 @@ std::string hex(Shape shape, const uint8_t* bytes, int64_t i) {
 }
 
 // One call on memory without guards, which holds `before` where results go.
-std::vector<Bytes> run_plainly(const RowOp& op, const KernelTable& table, int64_t n,
+std::vector<Bytes> run_plainly(const RowOp& op, const KernelTable& kernels, int64_t n,
                                const std::vector<Bytes>& inputs, uint8_t before = 0) {
   std::vector<const void*> in;
   std::vector<Bytes> results;
@@ -92,7 +92,7 @@ std::vector<Bytes> run_plainly(const RowOp& op, const KernelTable& table, int64_
   }
   if (op.in_place_of >= 0) results[0] = inputs[static_cast<std::size_t>(op.in_place_of)];
   for (Bytes& bytes : results) out.push_back(bytes.data());
-  op.run({table, n, in, out});
+  op.run({kernels, n, in, out});
   return results;
 }
 
@@ -110,17 +110,17 @@ class RowTest {
     for (const Shape shape : op.inputs(n)) inputs.push_back(random_bytes(random, shape, flavour));
     begin_case("scalar, no guards, %s n=%lld %s", op.name.c_str(), static_cast<long long>(n),
                name_of(flavour));
-    const std::vector<Bytes> want = run_plainly(op, scalar_table(), n, inputs);
-    for (const KernelTable* table : tables) {
+    const std::vector<Bytes> want = run_plainly(op, scalar_kernels(), n, inputs);
+    for (const KernelTable* kernels : tables) {
       const Placement where = kPlacements[tally.cases % kPlacementCount];
-      begin_case("%s %s n=%lld %s", table->name, op.name.c_str(), static_cast<long long>(n),
+      begin_case("%s %s n=%lld %s", kernels->name, op.name.c_str(), static_cast<long long>(n),
                  name_of(flavour));
-      guarded(op, *table, n, inputs, want, where);
+      guarded(op, *kernels, n, inputs, want, where);
     }
   }
 
  private:
-  void guarded(const RowOp& op, const KernelTable& table, int64_t n,
+  void guarded(const RowOp& op, const KernelTable& kernels, int64_t n,
                const std::vector<Bytes>& inputs, const std::vector<Bytes>& want, Placement where) {
     const std::vector<Shape> in_shapes = op.inputs(n), out_shapes = op.outputs(n);
     std::vector<const void*> in;
@@ -136,7 +136,7 @@ class RowTest {
       // What is already there must not pass for a result.
       if (!copy && !start.empty()) std::memset(out.back(), 0xee, start.size());
     }
-    op.run({table, n, in, out});
+    op.run({kernels, n, in, out});
     for (std::size_t i = 0; i < want.size(); ++i) {
       const auto* got = static_cast<const uint8_t*>(out[i]);
       const int64_t at = first_difference(out_shapes[i], got, want[i].data());
@@ -179,8 +179,9 @@ void check_that_list_is_complete(const std::vector<RowOp>& ops) {
 }
 
 // norm_quantize_row against the rows of the table that it stands for.
-void check_fused_norm(const KernelTable& table, int64_t n, DType type, bool norm, Flavour flavour) {
-  begin_case("%s norm_quantize_row %s%s n=%lld %s in steps", table.name, name_of(type),
+void check_fused_norm(const KernelTable& kernels, int64_t n, DType type, bool norm,
+                      Flavour flavour) {
+  begin_case("%s norm_quantize_row %s%s n=%lld %s in steps", kernels.name, name_of(type),
              norm ? "" : " no weight", static_cast<long long>(n), name_of(flavour));
   Random random(static_cast<uint64_t>(n) * 8 + static_cast<uint64_t>(flavour));
   const auto size = static_cast<std::size_t>(n), padded = (size + 127) / 128 * 128;
@@ -191,21 +192,21 @@ void check_fused_norm(const KernelTable& table, int64_t n, DType type, bool norm
   int32_t sum = 0, want_sum = 0;
   const auto codes = static_cast<int64_t>(padded);
   const float* w = norm ? weight.data() : nullptr;
-  const float got = table.norm_quantize_row({x.data(), n, type, w, 1e-5f, y.data()}, codes,
-                                            q.data(), kTokenStep, &sum);
+  const float got = kernels.norm_quantize_row({x.data(), n, type, w, 1e-5f, y.data()}, codes,
+                                              q.data(), kTokenStep, &sum);
   want = x;
-  table.round_row(type, want.data(), n);
-  if (norm) table.rms_norm_row(want.data(), w, n, 1e-5f, type, want.data());
-  if (norm) table.round_row(type, want.data(), n);
+  kernels.round_row(type, want.data(), n);
+  if (norm) kernels.rms_norm_row(want.data(), w, n, 1e-5f, type, want.data());
+  if (norm) kernels.round_row(type, want.data(), n);
   const float expected =
-      table.quantize_row(want.data(), n, codes, want_q.data(), kTokenStep, &want_sum);
+      kernels.quantize_row(want.data(), n, codes, want_q.data(), kTokenStep, &want_sum);
   CHECK(std::bit_cast<uint32_t>(got) == std::bit_cast<uint32_t>(expected), "scale %a, not %a",
         static_cast<double>(got), static_cast<double>(expected));
   CHECK(q == want_q && sum == want_sum, "other codes");
   std::fill(q.begin(), q.end(), int8_t{77});
   sum = 77;
   std::vector<float> between(size);
-  const float codes_only = table.norm_quantize_row(
+  const float codes_only = kernels.norm_quantize_row(
       {x.data(), n, type, w, 1e-5f, between.data(), true}, codes, q.data(), kTokenStep, &sum);
   CHECK(std::bit_cast<uint32_t>(codes_only) == std::bit_cast<uint32_t>(expected),
         "scale of codes alone %a, not %a", static_cast<double>(codes_only),
@@ -352,11 +353,11 @@ void check_planted(const RowOp& op, const KernelTable& contract,
         const Bytes before = inputs[k];
         put(op, k, in[k].kind, inputs[k], i, value, true);
         const std::vector<Bytes> want = run_plainly(op, contract, n, inputs);
-        for (const KernelTable* table : tables) {
-          begin_case("%s %s n=%lld %g at %lld of input %zu", table->name, op.name.c_str(),
+        for (const KernelTable* kernels : tables) {
+          begin_case("%s %s n=%lld %g at %lld of input %zu", kernels->name, op.name.c_str(),
                      static_cast<long long>(n), static_cast<double>(value),
                      static_cast<long long>(i), k);
-          const std::vector<Bytes> got = run_plainly(op, *table, n, inputs, 0xee);
+          const std::vector<Bytes> got = run_plainly(op, *kernels, n, inputs, 0xee);
           for (std::size_t o = 0; o < out.size(); ++o)
             check_output(op, o, out[o], n, got[o], want[o]);
         }
@@ -395,12 +396,12 @@ TEST(every_row_op) {
 }
 
 TEST(fused_norm) {
-  for (const KernelTable* table : tables_under_test()) {
+  for (const KernelTable* kernels : tables_under_test()) {
     for (const int64_t n : {1, 15, 16, 17, 32, 48, 96, 100, 2560}) {
       for (const Flavour flavour : kFlavours) {
         for (const DType type : kTypes) {
-          check_fused_norm(*table, n, type, true, flavour);
-          check_fused_norm(*table, n, type, false, flavour);
+          check_fused_norm(*kernels, n, type, true, flavour);
+          check_fused_norm(*kernels, n, type, false, flavour);
         }
       }
     }

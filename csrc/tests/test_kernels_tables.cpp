@@ -27,9 +27,9 @@ struct Stored {
 
 class TableTest {
  public:
-  void run(const KernelTable& table, const Problem& p, int64_t tokens, int64_t slack,
+  void run(const KernelTable& kernels, const Problem& p, int64_t tokens, int64_t slack,
            const Stored& as = {}) {
-    begin_case("%s %s K=%lld %lld tiles, tokens=%lld slack=%lld kind %d type %d", table.name,
+    begin_case("%s %s K=%lld %lld tiles, tokens=%lld slack=%lld kind %d type %d", kernels.name,
                p.fields == 5 ? "base-3" : "2 bit", static_cast<long long>(p.k),
                static_cast<long long>(p.tiles), static_cast<long long>(tokens),
                static_cast<long long>(slack), static_cast<int>(as.kind), static_cast<int>(as.type));
@@ -46,7 +46,7 @@ class TableTest {
     const float* w_scale = scales_.place_copy(scales.data(), as.row_scales ? rows : 1, where);
     const float* x_scale = x_scales_.place_copy(x_scales.data(), tokens, where);
     // as much as a call of so many tokens gets, or of many
-    const ProductAlgorithm& by_tables = *engine::tables_of(table);
+    const ProductAlgorithm& by_tables = *engine::tables_of(kernels);
     const ProductShape some = shape_for_tables(tokens, kMaxRows);
     const ProductBlocking blocking =
         by_tables.blocking(by_tables.usual(some) ? some : shape_for_tables(1 << 20, kMaxRows));
@@ -111,49 +111,49 @@ class TableTest {
 };
 
 // Tiles of at least `rows` rows.
-int64_t tiles_for(const KernelTable& table, int64_t fields, int64_t rows) {
-  const int64_t each = fields * table.tile_lanes;
+int64_t tiles_for(const KernelTable& kernels, int64_t fields, int64_t rows) {
+  const int64_t each = fields * kernels.tile_lanes;
   return (rows + each - 1) / each;
 }
 
 // As few rows as a call uses tables for.
-int64_t min_rows(const KernelTable& table) {
+int64_t min_rows(const KernelTable& kernels) {
   int64_t rows = 1;
-  while (!engine::tables_of(table)->usual(shape_for_tables(1 << 20, rows))) rows *= 2;
+  while (!engine::tables_of(kernels)->usual(shape_for_tables(1 << 20, rows))) rows *= 2;
   return rows / 2;
 }
 
 template <class F>
 void for_each_table(const F& f) {
   int64_t count = 0;
-  for (const KernelTable* table : tables_under_test()) {
-    if (!has_tables(*table)) continue;
-    f(*table);
+  for (const KernelTable* kernels : tables_under_test()) {
+    if (!has_tables(*kernels)) continue;
+    f(*kernels);
     ++count;
   }
   if (count == 0) not_here("an ISA with tables of sums");
 }
 template <class F>
 void for_each_form(const F& f) {
-  for_each_table([&](const KernelTable& table) {
-    for (const int64_t fields : {4, 5}) f(table, fields);
+  for_each_table([&](const KernelTable& kernels) {
+    for (const int64_t fields : {4, 5}) f(kernels, fields);
   });
 }
 
 TEST(all_counts) {
   TableTest test;
-  for_each_form([&](const KernelTable& table, int64_t fields) {
-    const int64_t step = thinning(table) > 1 ? 23 : 1;
+  for_each_form([&](const KernelTable& kernels, int64_t fields) {
+    const int64_t step = thinning(kernels) > 1 ? 23 : 1;
     for (const int64_t k : {1, 63, 64, 65, 300}) {
       const Problem p =
-          random_problem(table, fields, k, tiles_for(table, fields, min_rows(table)), 140);
+          random_problem(kernels, fields, k, tiles_for(kernels, fields, min_rows(kernels)), 140);
       for (int64_t tokens = 1; tokens <= p.tokens; tokens += k == 300 ? step : 2 * step + 5)
-        test.run(table, p, tokens, tokens % 3);
+        test.run(kernels, p, tokens, tokens % 3);
     }
     // fewer rows than tables are built for, and numbers of rows that are no multiple of 16
     for (const int64_t rows : {16, 200, 300, 333, 600}) {
-      const Problem p = random_problem(table, fields, 128, tiles_for(table, fields, rows), 70);
-      for (const int64_t tokens : {1, 16, 33, 70}) test.run(table, p, tokens, 1);
+      const Problem p = random_problem(kernels, fields, 128, tiles_for(kernels, fields, rows), 70);
+      for (const int64_t tokens : {1, 16, 33, 70}) test.run(kernels, p, tokens, 1);
     }
   });
 }
@@ -162,18 +162,18 @@ TEST(all_counts) {
 // of blocks, with rows enough that the building of tables pays.
 TEST(every_cut) {
   TableTest test;
-  for_each_form([&](const KernelTable& table, int64_t fields) {
-    const int64_t step = thinning(table) > 1 ? 13 : 1;
-    const Problem p = random_problem(table, fields, 190, tiles_for(table, fields, 1200), 290);
+  for_each_form([&](const KernelTable& kernels, int64_t fields) {
+    const int64_t step = thinning(kernels) > 1 ? 13 : 1;
+    const Problem p = random_problem(kernels, fields, 190, tiles_for(kernels, fields, 1200), 290);
     for (int64_t tokens = 8; tokens <= 72; tokens += step)
-      test.run(table, p, tokens, tokens % 3, {.rows_missing = tokens % 40});
+      test.run(kernels, p, tokens, tokens % 3, {.rows_missing = tokens % 40});
     for (const int64_t blocks : {3, 4, 5, 6, 7, 8}) {
-      for (const int64_t more : {-1, 0, 1, 18}) test.run(table, p, 32 * blocks + more, 1);
+      for (const int64_t more : {-1, 0, 1, 18}) test.run(kernels, p, 32 * blocks + more, 1);
     }
-    test.run(table, p, 290, 0);
+    test.run(kernels, p, 290, 0);
     for (const StoreKind kind : {StoreKind::kStore, StoreKind::kAdd}) {
       const Stored as{kind, DType::kBF16, true, true, 5};
-      for (const int64_t tokens : {13, 18, 31, 50, 130}) test.run(table, p, tokens, 2, as);
+      for (const int64_t tokens : {13, 18, 31, 50, 130}) test.run(kernels, p, tokens, 2, as);
     }
   });
 }
@@ -182,58 +182,58 @@ TEST(every_cut) {
 // which sums are widened.
 TEST(worst_cases) {
   TableTest test;
-  for_each_form([&](const KernelTable& table, int64_t fields) {
-    const int64_t tiles = tiles_for(table, fields, min_rows(table)), tokens = 33;
+  for_each_form([&](const KernelTable& kernels, int64_t fields) {
+    const int64_t tiles = tiles_for(kernels, fields, min_rows(kernels)), tokens = 33;
     for (const int64_t k : {2048, 32768}) {
-      if (k > 2048 && thinning(table) > 1) continue;
+      if (k > 2048 && thinning(kernels) > 1) continue;
       for (const int code : {0, 2}) {
         for (const int activation : {127, -128}) {
           const Problem p = make_problem(
-              table, fields, k, tiles, tokens, [&](int64_t, int64_t) { return code; },
+              kernels, fields, k, tiles, tokens, [&](int64_t, int64_t) { return code; },
               [&](int64_t t, int64_t) {
                 return static_cast<int8_t>(t % 16 == 5 ? 1 : activation);
               });
-          test.run(table, p, tokens, 0);
+          test.run(kernels, p, tokens, 0);
         }
       }
       // rows are shared, so the multipliers' sums are these as well
       const Problem many = make_problem(
-          table, fields, 2048, tiles_for(table, fields, 1200), 24,
+          kernels, fields, 2048, tiles_for(kernels, fields, 1200), 24,
           [](int64_t n, int64_t) { return n < 600 ? 0 : 2; },
           [](int64_t t, int64_t) { return static_cast<int8_t>(t % 2 == 0 ? 127 : -128); });
-      for (const int64_t few : {16, 24}) test.run(table, many, few, 0);
+      for (const int64_t few : {16, 24}) test.run(kernels, many, few, 0);
       const Problem swing = make_problem(
-          table, fields, k, tiles, tokens,
+          kernels, fields, k, tiles, tokens,
           [](int64_t, int64_t i) { return i / 256 % 2 == 0 ? 2 : 0; },
           [](int64_t, int64_t i) { return static_cast<int8_t>(i / 64 % 3 == 0 ? 127 : -128); });
-      test.run(table, swing, tokens, 0);
+      test.run(kernels, swing, tokens, 0);
     }
   });
 }
 
 TEST(long_rows) {
   TableTest test;
-  for_each_form([&](const KernelTable& table, int64_t fields) {
+  for_each_form([&](const KernelTable& kernels, int64_t fields) {
     for (const int64_t k : {1000, 2560}) {
       const Problem p =
-          random_problem(table, fields, k, tiles_for(table, fields, min_rows(table)), 40);
-      for (const int64_t tokens : {17, 32, 40}) test.run(table, p, tokens, 0);
+          random_problem(kernels, fields, k, tiles_for(kernels, fields, min_rows(kernels)), 40);
+      for (const int64_t tokens : {17, 32, 40}) test.run(kernels, p, tokens, 0);
     }
   });
 }
 
 TEST(epilogues) {
   TableTest test;
-  for_each_form([&](const KernelTable& table, int64_t fields) {
-    const Problem p =
-        random_problem(table, fields, 100, tiles_for(table, fields, min_rows(table) + 44), 75);
+  for_each_form([&](const KernelTable& kernels, int64_t fields) {
+    const Problem p = random_problem(kernels, fields, 100,
+                                     tiles_for(kernels, fields, min_rows(kernels) + 44), 75);
     for (const StoreKind kind : {StoreKind::kStore, StoreKind::kRound, StoreKind::kAdd}) {
       for (const DType type : {DType::kF32, DType::kBF16, DType::kF16}) {
         for (const int64_t missing : {0, 1, 15, 17}) {
           Stored as{kind, type, missing % 2 == 1, missing > 1, missing};
-          for (const int64_t tokens : {16, 75}) test.run(table, p, tokens, missing % 3, as);
+          for (const int64_t tokens : {16, 75}) test.run(kernels, p, tokens, missing % 3, as);
           as.scratch = false;  // many more sums than have room on the way
-          test.run(table, p, 75, missing % 3, as);
+          test.run(kernels, p, 75, missing % 3, as);
         }
       }
     }
@@ -244,10 +244,10 @@ TEST(epilogues) {
 // nothing, and nothing is read or written outside of the buffers.
 TEST(fourth_values) {
   TableTest test;
-  for_each_table([&](const KernelTable& table) {
-    Problem p = random_problem(table, 4, 128, tiles_for(table, 4, 1024), 40);
+  for_each_table([&](const KernelTable& kernels) {
+    Problem p = random_problem(kernels, 4, 128, tiles_for(kernels, 4, 1024), 40);
     std::ranges::fill(p.packed, uint8_t{0xff});
-    for (const int64_t tokens : {16, 40}) test.run(table, p, tokens, 0, {.damaged = true});
+    for (const int64_t tokens : {16, 40}) test.run(kernels, p, tokens, 0, {.damaged = true});
   });
 }
 

@@ -35,9 +35,9 @@ ProductJob tile_job(const Problem& p) {
 class TileTest {
  public:
   // Tiles from `begin` x the first `tokens` tokens of p, strides wider by `slack`.
-  void run(const KernelTable& table, const Problem& p, int64_t begin, int64_t tokens,
+  void run(const KernelTable& kernels, const Problem& p, int64_t begin, int64_t tokens,
            int64_t slack) {
-    begin_case("%s %s K=%lld tiles %lld..%lld tokens=%lld slack=%lld", table.name,
+    begin_case("%s %s K=%lld tiles %lld..%lld tokens=%lld slack=%lld", kernels.name,
                p.fields == 5 ? "base-3" : "2 bit", static_cast<long long>(p.k),
                static_cast<long long>(begin), static_cast<long long>(p.tiles),
                static_cast<long long>(tokens), static_cast<long long>(slack));
@@ -61,7 +61,7 @@ class TileTest {
     job.sums = out;
     job.out_stride = out_stride;
     job.prefetch_bytes = tokens % 2 * 6144;
-    for (const ProductAlgorithm* row : products_of(table)) {
+    for (const ProductAlgorithm* row : products_of(kernels)) {
       ProductShape shape = engine::shape_of(job);
       shape.scratch = true;
       if (!row->takes(shape)) continue;  // every row that takes the job gives the same sums
@@ -90,68 +90,68 @@ class TileTest {
       out_{kMaxTokens * 1024}, scratch_{8 << 20};
 };
 
-void all_counts(TileTest& test, const KernelTable& table, int64_t fields) {
+void all_counts(TileTest& test, const KernelTable& kernels, int64_t fields) {
   for (const int64_t k : {1, 63, 64, 65, 128, 300, 576}) {
-    const Problem p = random_problem(table, fields, k, 3, kMaxTokens);
-    const int64_t step = thinning(table) > 1 ? 9 : 1;
+    const Problem p = random_problem(kernels, fields, k, 3, kMaxTokens);
+    const int64_t step = thinning(kernels) > 1 ? 9 : 1;
     for (int64_t tokens = 1; tokens <= kMaxTokens; tokens += tokens < 12 ? 1 : step) {
-      test.run(table, p, 0, tokens, tokens % 3);
+      test.run(kernels, p, 0, tokens, tokens % 3);
     }
-    test.run(table, p, 2, 1, 0);
-    test.run(table, p, 1, 5, 2);
+    test.run(kernels, p, 2, 1, 0);
+    test.run(kernels, p, 1, 5, 2);
   }
 }
 
-void all_lengths(TileTest& test, const KernelTable& table, int64_t fields) {
+void all_lengths(TileTest& test, const KernelTable& kernels, int64_t fields) {
   for (const int64_t k : {640, 1000, 2560, 6912, 8640, 32768}) {
-    const bool thin = thinning(table) > 1;
-    const Problem p = random_problem(table, fields, k, 1, thin ? 5 : 9);
+    const bool thin = thinning(kernels) > 1;
+    const Problem p = random_problem(kernels, fields, k, 1, thin ? 5 : 9);
     for (int64_t tokens = 1; tokens <= p.tokens; tokens += thin ? 2 : 1) {
-      test.run(table, p, 0, tokens, 0);
+      test.run(kernels, p, 0, tokens, 0);
     }
   }
 }
 
 // The sums that overflow first: the largest and smallest everything, and signs that swing with the
 // blocks in which partial sums are kept.
-void worst_cases(TileTest& test, const KernelTable& table, int64_t fields) {
+void worst_cases(TileTest& test, const KernelTable& kernels, int64_t fields) {
   for (const int64_t k : {int64_t{2048}, kLargestK}) {
     for (const int code : {0, 1, 2}) {
       for (const int activation : {127, -128}) {
         const Problem p = make_problem(
-            table, fields, k, 1, kPanel, [&](int64_t, int64_t) { return code; },
+            kernels, fields, k, 1, kPanel, [&](int64_t, int64_t) { return code; },
             [&](int64_t, int64_t) { return static_cast<int8_t>(activation); });
         CHECK(p.answer[0] == k * (int64_t{code} - 1) * activation, "the reference is wrong");
-        for (const int64_t tokens : {1, 3, 6, kPanel}) test.run(table, p, 0, tokens, 0);
+        for (const int64_t tokens : {1, 3, 6, kPanel}) test.run(kernels, p, 0, tokens, 0);
       }
     }
     const Problem swing = make_problem(
-        table, fields, k, 1, kPanel, [](int64_t, int64_t i) { return i / 256 % 2 == 0 ? 2 : 0; },
+        kernels, fields, k, 1, kPanel, [](int64_t, int64_t i) { return i / 256 % 2 == 0 ? 2 : 0; },
         [](int64_t, int64_t i) { return static_cast<int8_t>(i / 64 % 3 == 0 ? 127 : -128); });
-    for (const int64_t tokens : {1, 6, kPanel}) test.run(table, swing, 0, tokens, 0);
+    for (const int64_t tokens : {1, 6, kPanel}) test.run(kernels, swing, 0, tokens, 0);
   }
 }
 
 // Every value that five weights can have, in every lane and byte, against single activations.
-void all_base3_bytes(TileTest& test, const KernelTable& table) {
+void all_base3_bytes(TileTest& test, const KernelTable& kernels) {
   constexpr int64_t kPowers[] = {81, 27, 9, 3, 1};
-  const int64_t lanes = table.tile_lanes;
+  const int64_t lanes = kernels.tile_lanes;
   for (const int64_t tokens : {1, 2, 4, kPanel}) {
     const Problem p = make_problem(
-        table, 5, 256, 1, tokens,
+        kernels, 5, 256, 1, tokens,
         [&](int64_t n, int64_t i) {
           return static_cast<int>((i + n % lanes * 31) % 243 / kPowers[n / lanes] % 3);
         },
         [](int64_t t, int64_t i) { return static_cast<int8_t>((i * 7 + t * 3) % 5 == 0 ? 1 : 0); });
-    test.run(table, p, 0, tokens, 0);
+    test.run(kernels, p, 0, tokens, 0);
   }
 }
 
 // The epilogues that products bring along, those of sums and of groups, with a value planted
 // into the scale of a row and of a token, the bias and what is added to.
-void planted_epilogues(const KernelTable& table, int64_t fields) {
+void planted_epilogues(const KernelTable& kernels, int64_t fields) {
   const int64_t k = 576;
-  const Problem p = random_problem(table, fields, k, 2, 33);
+  const Problem p = random_problem(kernels, fields, k, 2, 33);
   const int64_t rows = p.rows();
   const std::vector<int32_t> exact(p.answer.begin(), p.answer.end());
   for (const int64_t tokens : {1, 6, 33}) {
@@ -168,7 +168,7 @@ void planted_epilogues(const KernelTable& table, int64_t fields) {
       job.out_stride = rows;
       for (const StoreKind kind : {StoreKind::kStore, StoreKind::kRound, StoreKind::kAdd}) {
         for (const DType type : {DType::kF32, DType::kBF16, DType::kF16}) {
-          begin_case("%s product fields=%d tokens=%d %g kind %d type %d", table.name,
+          begin_case("%s product fields=%d tokens=%d %g kind %d type %d", kernels.name,
                      static_cast<int>(fields), static_cast<int>(tokens), static_cast<double>(value),
                      static_cast<int>(kind), static_cast<int>(type));
           const bool floats = kind != StoreKind::kStore || type == DType::kF32;
@@ -185,7 +185,7 @@ void planted_epilogues(const KernelTable& table, int64_t fields) {
                                .type = type,
                                .out = got.data(),
                                .out_stride_bytes = rows * (floats ? 4 : 2)};
-          run_usual(table, job, &epilogue);
+          run_usual(kernels, job, &epilogue);
           epilogue.sums = exact.data();
           epilogue.out = want.data();
           contract::store_block(epilogue);
@@ -196,7 +196,7 @@ void planted_epilogues(const KernelTable& table, int64_t fields) {
         }
       }
       // One group is the first 32 k-steps; sums of the others have been tested elsewhere.
-      begin_case("%s groups fields=%d tokens=%d %g", table.name, static_cast<int>(fields),
+      begin_case("%s groups fields=%d tokens=%d %g", kernels.name, static_cast<int>(fields),
                  static_cast<int>(tokens), static_cast<double>(value));
       const int64_t tile_rows = rows / p.tiles;
       std::vector<int32_t> x_sum(at(tokens));
@@ -213,7 +213,7 @@ void planted_epilogues(const KernelTable& table, int64_t fields) {
         groups.scale_stride = tile_rows;
         groups.add = add;
         groups.values = got.data();
-        run_usual(table, groups);
+        run_usual(kernels, groups);
         for (int64_t i = 0; i < tokens * rows; ++i) {
           const int64_t t = i / rows, n = i % rows;
           int64_t dot = 0;
@@ -231,34 +231,34 @@ void planted_epilogues(const KernelTable& table, int64_t fields) {
 
 TEST(all_counts) {
   TileTest test;
-  for (const KernelTable* table : tables_under_test()) {
-    for (const int64_t fields : {4, 5}) all_counts(test, *table, fields);
+  for (const KernelTable* kernels : tables_under_test()) {
+    for (const int64_t fields : {4, 5}) all_counts(test, *kernels, fields);
   }
 }
 
 TEST(all_lengths) {
   TileTest test;
-  for (const KernelTable* table : tables_under_test()) {
-    for (const int64_t fields : {4, 5}) all_lengths(test, *table, fields);
+  for (const KernelTable* kernels : tables_under_test()) {
+    for (const int64_t fields : {4, 5}) all_lengths(test, *kernels, fields);
   }
 }
 
 TEST(worst_cases) {
   TileTest test;
-  for (const KernelTable* table : tables_under_test()) {
-    for (const int64_t fields : {4, 5}) worst_cases(test, *table, fields);
+  for (const KernelTable* kernels : tables_under_test()) {
+    for (const int64_t fields : {4, 5}) worst_cases(test, *kernels, fields);
   }
 }
 
 TEST(planted_epilogues) {
-  for (const KernelTable* table : tables_under_test()) {
-    for (const int64_t fields : {4, 5}) planted_epilogues(*table, fields);
+  for (const KernelTable* kernels : tables_under_test()) {
+    for (const int64_t fields : {4, 5}) planted_epilogues(*kernels, fields);
   }
 }
 
 TEST(all_base3_bytes) {
   TileTest test;
-  for (const KernelTable* table : tables_under_test()) all_base3_bytes(test, *table);
+  for (const KernelTable* kernels : tables_under_test()) all_base3_bytes(test, *kernels);
 }
 
 }  // namespace

@@ -72,11 +72,11 @@ TEST(check_sees) {
 
 TEST(tables) {
   bool any = false;
-  for (const KernelTable* table : tables_under_test()) {
-    if (!may_use_pair_unit(*table)) continue;
+  for (const KernelTable* kernels : tables_under_test()) {
+    if (!may_use_pair_unit(*kernels)) continue;
     any = true;
-    begin_case("%s", table->name);
-    const PairCheck check = check_pairs(table->add_pairs, 2000 / thinning(*table), 2);
+    begin_case("%s", kernels->name);
+    const PairCheck check = check_pairs(kernels->add_pairs, 2000 / thinning(*kernels), 2);
     CHECK(check.available && check.different == 0, "%d of %d differ", int(check.different),
           int(check.outputs));
   }

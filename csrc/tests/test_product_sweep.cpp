@@ -32,9 +32,9 @@ constexpr int64_t kGroups[] = {64, 128};
 constexpr int64_t kRowKinds = 11, kTokenKinds = 9;
 
 // The environment names the table that takes every size, or all of them.
-bool sweeping(const KernelTable& table) {
+bool sweeping(const KernelTable& kernels) {
   const char* name = std::getenv("BITNET_TEST_SWEEP");
-  return name != nullptr && (std::string(name) == "all" || std::string(name) == table.name);
+  return name != nullptr && (std::string(name) == "all" || std::string(name) == kernels.name);
 }
 
 std::size_t at(int64_t i) { return static_cast<std::size_t>(i); }
@@ -111,15 +111,15 @@ struct Matrix {
   Weight weight;
   std::vector<float> scales[std::size(kGroups)];
 
-  Matrix(const KernelTable& table, WeightFormat format, const Data& data, int64_t rows)
+  Matrix(const KernelTable& kernels, WeightFormat format, const Data& data, int64_t rows)
       : n(rows), canonical(at(n * layout::row_bytes_for(data.k))) {
     engine::pack(data.codes.data(), n, data.k, canonical.data());
     weight = engine::canonical_weight(canonical.data(), n, data.k);
     if (format != WeightFormat::kCanonical) {
-      weight = engine::tile_weight(nullptr, format, n, data.k, table.tile_lanes);
+      weight = engine::tile_weight(nullptr, format, n, data.k, kernels.tile_lanes);
       tiles.resize(at(weight.bytes()));
       weight.data = tiles.data();
-      CHECK(engine::repack(canonical.data(), weight, table.tile_lanes, tiles.data()), "code 3");
+      CHECK(engine::repack(canonical.data(), weight, kernels.tile_lanes, tiles.data()), "code 3");
     }
     for (std::size_t s = 0; s < std::size(kGroups); ++s) {
       const int64_t groups = engine::groups_for(data.k, kGroups[s]);
@@ -161,13 +161,13 @@ bool has_kind(const Matrix& w, Kind kind) {
 }
 
 // The product cut for many threads, a part of K at a time.
-void run_in_parts(const KernelTable& table, const TokenBuffer& buffer, const Projection& p) {
+void run_in_parts(const KernelTable& kernels, const TokenBuffer& buffer, const Projection& p) {
   constexpr int64_t kParts = 3, kTokens = 32;
   const int64_t token_blocks = (buffer.view().tokens + kTokens - 1) / kTokens;
   const int64_t cells = p.weight->row_blocks * token_blocks;
   std::vector<int32_t> sums(at(cells * kParts * kTokens * p.weight->block_rows), 77);
   std::vector<int32_t> done(at(cells), 0);
-  run_in_pieces(Product(table, buffer.view(), &p, 1,
+  run_in_pieces(Product(kernels, buffer.view(), &p, 1,
                         {.token_blocks = token_blocks, .k_parts = kParts},
                         {sums.data(), done.data()}));
 }
@@ -184,24 +184,24 @@ void compare(const std::vector<T>& out, const std::vector<int64_t>& want, int64_
 }
 
 // The tokens [first, first + tokens) of the data.
-void check(const KernelTable& table, const Data& data, const Matrix& w, Kind kind, int64_t first,
+void check(const KernelTable& kernels, const Data& data, const Matrix& w, Kind kind, int64_t first,
            int64_t tokens) {
-  begin_case("%s format %d kind %d, %dx%d, %d tokens from %d", table.name,
+  begin_case("%s format %d kind %d, %dx%d, %d tokens from %d", kernels.name,
              static_cast<int>(w.weight.format), static_cast<int>(kind), static_cast<int>(w.n),
              static_cast<int>(data.k), static_cast<int>(tokens), static_cast<int>(first));
   const bool grouped = kind == Kind::kGroups64 || kind == Kind::kGroups128;
   const std::size_t size = kind == Kind::kGroups128 ? 1 : 0;
-  TokenBuffer buffer(table, tokens, data.k, grouped ? kGroups[size] : 0,
+  TokenBuffer buffer(kernels, tokens, data.k, grouped ? kGroups[size] : 0,
                      engine::ActivationFormat::kInt8, w.weight.reads_rows());
   const std::vector<float> ones(at(tokens), 1.0f);
-  buffer.copy_quantized(table, data.x.data() + first * data.k, ones.data());
+  buffer.copy_quantized(kernels, data.x.data() + first * data.k, ones.data());
   if (grouped) {
-    for (int64_t m = 0; m < tokens; ++m) buffer.view().sum_groups(table, m);
+    for (int64_t m = 0; m < tokens; ++m) buffer.view().sum_groups(kernels, m);
   }
   if (kind == Kind::kSums) {
     std::vector<int32_t> out(at(tokens * w.n), 77);
     const Projection p = engine::make_sums(w.weight, out.data());
-    run_in_pieces(Product(table, buffer.view(), &p, 1));
+    run_in_pieces(Product(kernels, buffer.view(), &p, 1));
     return compare(out, data.plain, w.n, first);
   }
   std::vector<float> out(at(tokens * w.n), -0.5f);
@@ -209,9 +209,9 @@ void check(const KernelTable& table, const Data& data, const Matrix& w, Kind kin
   if (grouped) p.scale = nullptr;
   if (grouped) p.groups = {w.scales[size].data(), DType::kF32, w.blocked(), kGroups[size]};
   if (kind == Kind::kParts) {
-    run_in_parts(table, buffer, p);
+    run_in_parts(kernels, buffer, p);
   } else {
-    run_in_pieces(Product(table, buffer.view(), &p, 1));
+    run_in_pieces(Product(kernels, buffer.view(), &p, 1));
   }
   compare(out, grouped ? data.grouped[size] : data.plain, w.n, first);
 }
@@ -222,23 +222,23 @@ struct Sizes {
   bool every_start = false;  // few tokens begin with each of their kinds in turn
 };
 
-std::vector<Sizes> sizes_for(const KernelTable& table) {
-  if (sweeping(table)) {
+std::vector<Sizes> sizes_for(const KernelTable& kernels) {
+  if (sweeping(kernels)) {
     Sizes all{{192, 2560, 6912, 11008, 32768}, {1, 47, kMaxRows}, {}, true};
     for (int64_t m = 1; m <= 64; ++m) all.tokens.push_back(m);
     all.tokens.insert(all.tokens.end(), {128, 512});
     return {all};
   }
-  if (thinning(table) > 1) return {{{192, 2560}, {33}, {1, 4, 18}}};
+  if (thinning(kernels) > 1) return {{{192, 2560}, {33}, {1, 4, 18}}};
   return {{{192}, {5, 85, kMaxRows}, {1, 2, 3, 4, 5, 7, 9, 16, 17, 33, 64}},
           {{11008}, {85}, {1, 4, 18}}};
 }
 
 // Up to 16 tokens every kind of result has every number of rows, then one of them in turn.
-void check_sizes(const KernelTable& table, const Data& data, const Sizes& sizes) {
+void check_sizes(const KernelTable& kernels, const Data& data, const Sizes& sizes) {
   for (const WeightFormat format : layout::kWeightFormats) {
     std::vector<Matrix> matrices;
-    for (const int64_t n : sizes.rows) matrices.emplace_back(table, format, data, n);
+    for (const int64_t n : sizes.rows) matrices.emplace_back(kernels, format, data, n);
     for (const int64_t tokens : sizes.tokens) {
       const int64_t starts = sizes.every_start && tokens < kTokenKinds ? kTokenKinds : 1;
       for (const Kind kind : kKinds) {
@@ -246,7 +246,7 @@ void check_sizes(const KernelTable& table, const Data& data, const Sizes& sizes)
         for (std::size_t i = 0; i < matrices.size(); ++i) {
           if ((tokens > 16 && i != turn) || !has_kind(matrices[i], kind)) continue;
           for (int64_t first = 0; first < starts; ++first) {
-            check(table, data, matrices[i], kind, first, tokens);
+            check(kernels, data, matrices[i], kind, first, tokens);
           }
         }
       }
@@ -267,8 +267,8 @@ void for_sizes(const std::vector<const KernelTable*>& tables, int64_t k, const F
 // Widths outermost, as their answers take longest; says at the end how much each table was asked.
 void sweep(const std::vector<const KernelTable*>& tables) {
   std::vector<int64_t> widths, cases(tables.size());
-  for (const KernelTable* table : tables) {
-    for (const Sizes& sizes : sizes_for(*table)) {
+  for (const KernelTable* kernels : tables) {
+    for (const Sizes& sizes : sizes_for(*kernels)) {
       widths.insert(widths.end(), sizes.k.begin(), sizes.k.end());
     }
   }

@@ -90,8 +90,8 @@ void add_inner_norms(PlainTensors& tensors, const Sizes& s) {
   }
 }
 
-// A random model over `table`, and a pool with the blocks of its two sequences, of which the first
-// has `per_sequence` new tokens and the second one.
+// A random model over `kernels`, and a pool with the blocks of its two sequences, of which the
+// first has `per_sequence` new tokens and the second one.
 struct Model {
   Sizes sizes;
   PlainTensors tensors;
@@ -105,9 +105,9 @@ struct Model {
 
   // kept: of how many last tokens of the first sequence the logits are wanted, with those of the
   // second one's.
-  Model(const KernelTable& table, int64_t per_sequence, int64_t kept, int64_t block_size,
+  Model(const KernelTable& kernels, int64_t per_sequence, int64_t kept, int64_t block_size,
         bool extras, const Sizes& s = {})
-      : sizes(s), tensors(table) {
+      : sizes(s), tensors(kernels) {
     for (const float base : {10000.0f, 100.0f}) {
       std::vector<float> frequencies;
       for (int64_t i = 0; i < s.dim / 2; ++i) {
@@ -122,9 +122,9 @@ struct Model {
            {std::pair{"L1.o", 64}, std::pair{"D.out", 32}, std::pair{"embed", 16}})
         tensors.rotate(name, block);
     }
-    program = std::make_unique<Program>(program_text(s, extras), tensors, table);
+    program = std::make_unique<Program>(program_text(s, extras), tensors, kernels);
     cut(per_sequence, kept, block_size);
-    x = PlainTensors(table, 21).some(batch.tokens * s.hidden, 0.0f);
+    x = PlainTensors(kernels, 21).some(batch.tokens * s.hidden, 0.0f);
     batch.x = x.data();
     if (!extras) return;
     adapters.assign(at(batch.tokens), 1);
@@ -180,7 +180,7 @@ struct Model {
   // two; the second one begins with its state as it is, and its token is a draft.
   void begin_states() {
     constexpr int64_t kSlots = 3, kDrafts = 2;
-    PlainTensors random(scalar_table(), 33);
+    PlainTensors random(scalar_kernels(), 33);
     states.clear();
     kept.clear();
     for (const engine::KeptBuffer& buffer : program->kept()) {
@@ -222,11 +222,11 @@ constexpr int64_t kLongPrompt = 45, kShortPrompt = 40, kMinThreads = 1;
 constexpr int64_t kMaxThreads = 64;
 #endif
 
-void same_on_every_number_of_threads(const KernelTable& table, int64_t tokens, int64_t kept,
+void same_on_every_number_of_threads(const KernelTable& kernels, int64_t tokens, int64_t kept,
                                      bool extras) {
   StepState state;
   pool_threads = 1;
-  Model alone(scalar_table(), tokens, kept, kCapacity, extras);
+  Model alone(scalar_kernels(), tokens, kept, kCapacity, extras);
   const std::vector<float> expected = alone.step(state, next_id());
   float largest = 0;
   for (const float v : expected) largest = v > largest ? v : largest;
@@ -234,10 +234,11 @@ void same_on_every_number_of_threads(const KernelTable& table, int64_t tokens, i
   for (const int64_t block_size : {kCapacity, int64_t{16}, int64_t{1}}) {
     for (const int64_t threads : {1, 2, 3, 5}) {
       if (threads < kMinThreads) continue;
-      begin_case("%s, %d tokens, blocks of %d, %d threads%s", table.name, static_cast<int>(tokens),
-                 static_cast<int>(block_size), static_cast<int>(threads), extras ? ", extras" : "");
+      begin_case("%s, %d tokens, blocks of %d, %d threads%s", kernels.name,
+                 static_cast<int>(tokens), static_cast<int>(block_size), static_cast<int>(threads),
+                 extras ? ", extras" : "");
       pool_threads = threads;
-      Model model(table, tokens, kept, block_size, extras);
+      Model model(kernels, tokens, kept, block_size, extras);
       const int64_t id = next_id();
       CHECK(equal(model.step(state, id), expected), "other logits");
       if (block_size != kCapacity) continue;
@@ -255,23 +256,23 @@ void same_on_every_number_of_threads(const KernelTable& table, int64_t tokens, i
 
 // More threads than CPUs, so that a thread may lose its CPU anywhere: parts of K are added up by
 // whoever comes last.
-void wide_products_on_many_threads(const KernelTable& table, int64_t tokens) {
+void wide_products_on_many_threads(const KernelTable& kernels, int64_t tokens) {
   StepState state;
   pool_threads = 1;
   const std::vector<float> expected =
-      Model(scalar_table(), tokens, 1, kCapacity, false, kWide).step(state, next_id());
-  Model model(table, tokens, 1, kCapacity, false, kWide);
+      Model(scalar_kernels(), tokens, 1, kCapacity, false, kWide).step(state, next_id());
+  Model model(kernels, tokens, 1, kCapacity, false, kWide);
   bool parts = false;
   for (const int64_t threads : {6, 12, 64}) {
     if (threads > kMaxThreads) continue;
-    begin_case("%s, wide, %d tokens, %d threads", table.name, static_cast<int>(tokens),
+    begin_case("%s, wide, %d tokens, %d threads", kernels.name, static_cast<int>(tokens),
                static_cast<int>(threads));
     pool_threads = threads;
-    for (int64_t i = 0; i < (thinning(table) == 1 ? 3 : 1); ++i)
+    for (int64_t i = 0; i < (thinning(kernels) == 1 ? 3 : 1); ++i)
       CHECK(equal(model.step(state, next_id()), expected), "other logits");
     parts = parts || state.cells != 0;
   }
-  CHECK(parts || table.tile_lanes < 8, "K was never cut");
+  CHECK(parts || kernels.tile_lanes < 8, "K was never cut");
   pool_threads = 1;
 }
 
@@ -283,10 +284,10 @@ void begin_threads() {
 
 // What binding says of a text, `rotated` being a projection with signs; empty: nothing.
 std::string rejection(const std::string& text, const char* rotated = nullptr) {
-  PlainTensors tensors(scalar_table());
+  PlainTensors tensors(scalar_kernels());
   if (rotated != nullptr) tensors.rotate(rotated, 64);
   try {
-    const Program program(text, tensors, scalar_table());
+    const Program program(text, tensors, scalar_kernels());
   } catch (const ProgramError& error) {
     return error.what();
   }
@@ -427,32 +428,32 @@ TEST(mutated_programs_are_read_or_rejected) {
 
 TEST(same_on_every_number_of_threads) {
   begin_threads();
-  for (const KernelTable* table : tables_under_test()) {
+  for (const KernelTable* kernels : tables_under_test()) {
     for (const bool extras : {false, true}) {
-      same_on_every_number_of_threads(*table, 1, 1, extras);
-      same_on_every_number_of_threads(*table, 4, 4, extras);
-      same_on_every_number_of_threads(*table, kLongPrompt, 2, extras);
-      same_on_every_number_of_threads(*table, kShortPrompt, 1, extras);
+      same_on_every_number_of_threads(*kernels, 1, 1, extras);
+      same_on_every_number_of_threads(*kernels, 4, 4, extras);
+      same_on_every_number_of_threads(*kernels, kLongPrompt, 2, extras);
+      same_on_every_number_of_threads(*kernels, kShortPrompt, 1, extras);
     }
   }
 }
 
 // One token, of which some codes are 0: their columns are not read. And what drops more gives the
 // same on every number of threads, whether columns are read or not.
-void zeros_are_left_out(const KernelTable& table, const Sizes& dense, const char* drops) {
+void zeros_are_left_out(const KernelTable& kernels, const Sizes& dense, const char* drops) {
   const std::string exact = std::string(" sparsity=exact") + drops;
   Sizes sizes = dense;
   StepState state;
   pool_threads = 1;
   sizes.mlp = drops;
   const std::vector<float> expected =
-      Model(scalar_table(), 0, 0, kCapacity, false, sizes).step(state, next_id());
+      Model(scalar_kernels(), 0, 0, kCapacity, false, sizes).step(state, next_id());
   for (const char* keys : {exact.c_str(), drops}) {
     sizes.mlp = keys;
-    Model model(table, 0, 0, kCapacity, false, sizes);
+    Model model(kernels, 0, 0, kCapacity, false, sizes);
     for (const int64_t threads : {1, 2, 3, 7}) {
       if (threads < kMinThreads) continue;
-      begin_case("%s, width %d,%s, %d threads", table.name, static_cast<int>(sizes.width), keys,
+      begin_case("%s, width %d,%s, %d threads", kernels.name, static_cast<int>(sizes.width), keys,
                  static_cast<int>(threads));
       pool_threads = threads;
       const int64_t id = next_id();
@@ -469,11 +470,11 @@ void zeros_are_left_out(const KernelTable& table, const Sizes& dense, const char
 
 TEST(zeros_are_left_out) {
   begin_threads();
-  for (const KernelTable* table : tables_under_test()) {
+  for (const KernelTable* kernels : tables_under_test()) {
     for (const char* drops :
          {"", " threshold=0.1", " top_k=0.05", " min_ratio=0.1 max_ratio=0.4"}) {
-      zeros_are_left_out(*table, {}, drops);
-      zeros_are_left_out(*table, kWide, drops);
+      zeros_are_left_out(*kernels, {}, drops);
+      zeros_are_left_out(*kernels, kWide, drops);
     }
   }
 }
@@ -490,11 +491,11 @@ TEST(bits_are_those_of_every_build) {
   };
   constexpr Sums kPlain{0x7235a5fd71fe3c19, 0x20cb068947091421, 0x065b67454d85cdbf};
   constexpr Sums kExtras{0x1ee832d4a7aaddc4, 0x0ac6b0ee934d83b6, 0x19fe07496ebcc86d};
-  for (const KernelTable* table : tables_under_test()) {
+  for (const KernelTable* kernels : tables_under_test()) {
     for (const bool extras : {false, true}) {
-      begin_case("%s, %s", table->name, extras ? "extras" : "plain");
+      begin_case("%s, %s", kernels->name, extras ? "extras" : "plain");
       StepState state;
-      Model model(*table, 12, 3, 16, extras);
+      Model model(*kernels, 12, 3, 16, extras);
       const Sums sums{sum_of(model.step(state, next_id())), sum_of(model.keys),
                       sum_of(model.values)};
       const Sums& wanted = extras ? kExtras : kPlain;
@@ -508,7 +509,8 @@ TEST(bits_are_those_of_every_build) {
 
 TEST(wide_products_on_many_threads) {
   begin_threads();
-  for (const KernelTable* table : tables_under_test()) wide_products_on_many_threads(*table, 31);
+  for (const KernelTable* kernels : tables_under_test())
+    wide_products_on_many_threads(*kernels, 31);
 }
 
 }  // namespace

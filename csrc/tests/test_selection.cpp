@@ -166,12 +166,12 @@ void check_logits(const char* isa, int64_t n, Random& random) {
 
 TEST(every_shape) {
   Random random(12);
-  for (const KernelTable* table : available_tables()) {
-    force_isa(table->name);
+  for (const KernelTable* kernels : available_tables()) {
+    force_isa(kernels->name);
     for (const int64_t n : {1, 2, 127, 129, 3000, 8193, 20011, 40000}) {
-      if (thinning(*table) > 1 && n > 8193) continue;
-      for (const char* shape : kShapes) check_row(table->name, shape, n, random);
-      check_logits(table->name, n, random);
+      if (thinning(*kernels) > 1 && n > 8193) continue;
+      for (const char* shape : kShapes) check_row(kernels->name, shape, n, random);
+      check_logits(kernels->name, n, random);
     }
   }
   force_isa("");

@@ -43,9 +43,9 @@ struct Problem {
 
 // code(row, k) in 0..2 and x(token, k) make the data; behind k the code is 1.
 template <class Code, class X>
-Problem make_problem(const KernelTable& table, int64_t fields, int64_t k, int64_t tiles,
+Problem make_problem(const KernelTable& kernels, int64_t fields, int64_t k, int64_t tiles,
                      int64_t tokens, Code code, X x) {
-  Problem p{k, (k + 63) / 64 * 16, table.tile_lanes, fields, tiles, tokens, {}, {}, {}, {}, code};
+  Problem p{k, (k + 63) / 64 * 16, kernels.tile_lanes, fields, tiles, tokens, {}, {}, {}, {}, code};
   const auto value = [&](int64_t row, int64_t i) { return i < k ? int{code(row, i)} : 1; };
   for (int64_t tile = 0; tile < tiles; ++tile) {
     for (int64_t byte = 0; byte < p.k_steps * p.lanes * 4; ++byte) {
@@ -76,11 +76,11 @@ Problem make_problem(const KernelTable& table, int64_t fields, int64_t k, int64_
   return p;
 }
 
-inline Problem random_problem(const KernelTable& table, int64_t fields, int64_t k, int64_t tiles,
+inline Problem random_problem(const KernelTable& kernels, int64_t fields, int64_t k, int64_t tiles,
                               int64_t tokens) {
   Random random(static_cast<uint64_t>(k * 8 + fields));
   return make_problem(
-      table, fields, k, tiles, tokens,
+      kernels, fields, k, tiles, tokens,
       // the same answer for the same question: the reference asks again
       [seed = random.next()](int64_t n, int64_t i) {
         return static_cast<int>(Random(seed + static_cast<uint64_t>(n * 100003 + i)).below(3));

@@ -102,13 +102,13 @@ class Rotation final : public StageWork {
   // `to` from a head as the projection has left it, by way of the row's second half.
   void rotated(const void* buffer, int64_t from, const Norm& norm, const float* angles,
                float* loaded, float* to) const {
-    const KernelTable& table = *step_.table;
+    const KernelTable& kernels = *step_.kernels;
     const DType type = step_.settings().type;
-    load_values(table, type, buffer, from, block_.dim, loaded);
-    apply_norm(table, norm, type, block_.dim, loaded);
-    table.rope_head(loaded, angles, block_.rope_dim, to);
+    load_values(kernels, type, buffer, from, block_.dim, loaded);
+    apply_norm(kernels, norm, type, block_.dim, loaded);
+    kernels.rope_head(loaded, angles, block_.rope_dim, to);
     std::copy(loaded + block_.rope_dim, loaded + block_.dim, to + block_.rope_dim);
-    table.round_row(type, to, block_.dim);
+    kernels.round_row(type, to, block_.dim);
   }
 
   void rotate(const CachePool& pool, int64_t unit, float* row) const {
@@ -123,8 +123,8 @@ class Rotation final : public StageWork {
     }
     const int64_t kv_head = head - heads, from = (token * kv_heads + kv_head) * dim;
     rotated(memory_.k, from, block_.k_norm, angles, loaded, row);
-    load_values(*step_.table, step_.settings().type, memory_.v, from, dim, loaded);
-    store_cache_rows(*step_.table, pool, step_.batch.slots[token], kv_head, row, loaded);
+    load_values(*step_.kernels, step_.settings().type, memory_.v, from, dim, loaded);
+    store_cache_rows(*step_.kernels, pool, step_.batch.slots[token], kv_head, row, loaded);
   }
 
   const Step& step_;
@@ -144,7 +144,7 @@ class Bounding final : public StageWork {
     const CachePool pool = step_.batch.pool.of(block_.layer);
     for (int64_t i = begin; i < end; ++i) {
       const int64_t page = step_.filled_pages[static_cast<size_t>(i / block_.kv_heads)];
-      bound_page(*step_.table, pool, page, i % block_.kv_heads, step_.own[slot].row);
+      bound_page(*step_.kernels, pool, page, i % block_.kv_heads, step_.own[slot].row);
     }
   }
 
@@ -163,7 +163,7 @@ class Choosing final : public StageWork {
   void run(int64_t begin, int64_t end, int64_t slot) const override {
     const AttentionBuffers buffers{rotated_, nullptr, step_.batch.pool.of(block_.layer)};
     float* shared = step_.attention.shared_of(block_.kind, step_.attention_shared);
-    plan().choose(*step_.table, buffers, begin, end, shared, step_.own[slot].attention);
+    plan().choose(*step_.kernels, buffers, begin, end, shared, step_.own[slot].attention);
   }
 
  private:
@@ -184,7 +184,7 @@ class Attending final : public StageWork {
   void run(int64_t begin, int64_t end, int64_t slot) const override {
     const AttentionBuffers buffers{rotated_, attended_, step_.batch.pool.of(block_.layer)};
     float* shared = step_.attention.shared_of(block_.kind, step_.attention_shared);
-    plan().run(*step_.table, buffers, begin, end, shared, step_.own[slot].attention);
+    plan().run(*step_.kernels, buffers, begin, end, shared, step_.own[slot].attention);
   }
 
  private:
@@ -204,16 +204,16 @@ class Gated final : public RowSource {
       : step_(step), block_(block), attended_(attended), q_(q), norm_(norm), kept_(kept) {}
 
   NormJob job(int64_t j, float* row) const override {
-    const KernelTable& table = *step_.table;
+    const KernelTable& kernels = *step_.kernels;
     const DType type = step_.settings().type;
     const int64_t dim = block_.dim, token = kept_ ? step_.batch.logit_rows[j] : j;
     for (int64_t head = 0; head < block_.heads; ++head) {
       const int64_t at = token * block_.heads + head;
       float *gate = row + head * dim, *value = row + block_.heads * dim;
       std::copy_n(attended_ + at * dim, dim, value);
-      table.round_row(type, value, dim);
-      load_values(table, type, q_, at * block_.query_step + dim, dim, gate);
-      table.sigmoid_mul_row(gate, value, dim, gate);
+      kernels.round_row(type, value, dim);
+      load_values(kernels, type, q_, at * block_.query_step + dim, dim, gate);
+      kernels.sigmoid_mul_row(gate, value, dim, gate);
     }
     return {row, block_.heads * dim, type, norm_.weight, norm_.eps, row};
   }

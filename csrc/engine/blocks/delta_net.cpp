@@ -129,7 +129,7 @@ class Mixing final : public DeltaStage {
       if (unit < gates) {
         gate(unit, row);
       } else if (unit < gates + mixes) {
-        block_.net->mix(*step_.table, step_.batch.sequences, step_.batch.state_steps, states(),
+        block_.net->mix(*step_.kernels, step_.batch.sequences, step_.batch.state_steps, states(),
                         rows(), unit - gates, row);
       } else {
         step_.keep_row(unit - gates - mixes);
@@ -144,7 +144,7 @@ class Mixing final : public DeltaStage {
   }
 
   void gate(int64_t unit, float* row) const {
-    const KernelTable& table = *step_.table;
+    const KernelTable& kernels = *step_.kernels;
     const Settings& s = step_.settings();
     const int64_t heads = block_.shape().value_heads, first = unit / head_groups() * kGateTokens;
     const int64_t head = unit % head_groups() * kGateHeads;
@@ -153,18 +153,18 @@ class Mixing final : public DeltaStage {
     for (int64_t t = 0; t < tokens; ++t) {
       float* to = row + t * s.hidden;
       std::copy_n(step_.x + (first + t) * s.hidden, s.hidden, to);
-      table.round_row(s.type, to, s.hidden);
-      apply_norm(table, block_.norm, s.type, s.hidden, to);
+      kernels.round_row(s.type, to, s.hidden);
+      apply_norm(kernels, block_.norm, s.type, s.hidden, to);
     }
     float *a = row + kGateTokens * s.hidden, *b = a + kGateTokens * kGateHeads;
     const Prefetch ahead = step_.settings().ahead;
-    table.head_dense(row, tokens, DType::kF32, block_.a, s.hidden, head, head + count, ahead, a,
-                     kGateHeads);
-    table.head_dense(row, tokens, DType::kF32, block_.b, s.hidden, head, head + count, ahead, b,
-                     kGateHeads);
+    kernels.head_dense(row, tokens, DType::kF32, block_.a, s.hidden, head, head + count, ahead, a,
+                       kGateHeads);
+    kernels.head_dense(row, tokens, DType::kF32, block_.b, s.hidden, head, head + count, ahead, b,
+                       kGateHeads);
     for (int64_t t = 0; t < tokens; ++t) {
       const int64_t at = (first + t) * heads + head;
-      block_.net->gates(table, a + t * kGateHeads, b + t * kGateHeads, head, count,
+      block_.net->gates(kernels, a + t * kGateHeads, b + t * kGateHeads, head, count,
                         memory_.decay + at, memory_.beta + at);
     }
   }
@@ -180,7 +180,7 @@ class Rule final : public DeltaStage {
   int64_t units() const override { return block_.net->rule_units(step_.batch.sequences); }
   void run(int64_t begin, int64_t end, int64_t slot) const override {
     for (int64_t unit = begin; unit < end; ++unit)
-      block_.net->rule(*step_.table, step_.batch.sequences, step_.batch.state_steps, states(),
+      block_.net->rule(*step_.kernels, step_.batch.sequences, step_.batch.state_steps, states(),
                        rows(), unit, step_.own[slot].row);
   }
   const void* weights_of(int64_t unit) const override {
@@ -200,17 +200,17 @@ class GatedHeads final : public RowSource {
       : step_(step), block_(block), memory_(memory), kept_(kept) {}
 
   NormJob job(int64_t j, float* row) const override {
-    const KernelTable& table = *step_.table;
+    const KernelTable& kernels = *step_.kernels;
     const DType type = step_.settings().type;
     const DeltaShape& shape = block_.shape();
     const int64_t token = kept_ ? step_.batch.logit_rows[j] : j, dim = shape.value_dim;
     float *head = row + shape.values(), *z = head + dim;
     for (int64_t i = 0; i < shape.values(); i += dim) {
       const int64_t at = token * shape.values() + i;
-      table.rms_norm_row(memory_.out + at, block_.gated_norm.weight, dim, block_.gated_norm.eps,
-                         DType::kF32, head);
-      load_values(table, type, memory_.z, at, dim, z);
-      table.silu_mul_row(z, head, dim, row + i);
+      kernels.rms_norm_row(memory_.out + at, block_.gated_norm.weight, dim, block_.gated_norm.eps,
+                           DType::kF32, head);
+      load_values(kernels, type, memory_.z, at, dim, z);
+      kernels.silu_mul_row(z, head, dim, row + i);
     }
     return {row, shape.values(), type, nullptr, 0.0f, row};
   }

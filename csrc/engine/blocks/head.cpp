@@ -77,7 +77,7 @@ void HeadState::begin(const Step& step) {
   const Batch& batch = step.batch;
   reading = HeadReading::kWhole;
   if (batch.largest == 0 || batch.largest > kMaxLargest || batch.logit_count > kMaxBest) return;
-  if (!has_bounds(*step.table, head_, batch.logit_count) || !bounds_.next()) return;
+  if (!has_bounds(*step.kernels, head_, batch.logit_count) || !bounds_.next()) return;
   reading = HeadReading::kBounds;
   for (auto& best : best_) best.store(0, std::memory_order_relaxed);
   remaining = 0;
@@ -125,8 +125,8 @@ class States final : public StageWork {
   void run(int64_t begin, int64_t end, int64_t /*slot*/) const override {
     const int64_t n = step_.settings().hidden;
     for (int64_t j = begin; j < end; ++j)
-      step_.table->rms_norm_row(rows_.residual + j * n, norm_.weight, n, norm_.eps, DType::kF32,
-                                step_.batch.out + j * n);
+      step_.kernels->rms_norm_row(rows_.residual + j * n, norm_.weight, n, norm_.eps, DType::kF32,
+                                  step_.batch.out + j * n);
   }
 
  private:
@@ -164,9 +164,10 @@ class Logits final : public StageWork {
     float* row = step_.own[slot].row;
     const HeadInput& to = input(slot);
     const int64_t n = step_.settings().hidden;
-    step_.table->rms_norm_row(rows_.residual + j * n, norm_.weight, n, norm_.eps, DType::kF32, row);
-    signs_.hadamard(*step_.table, DType::kF32, n, row);
-    prepare_head_token(*step_.table, head_, row, j, to);
+    step_.kernels->rms_norm_row(rows_.residual + j * n, norm_.weight, n, norm_.eps, DType::kF32,
+                                row);
+    signs_.hadamard(*step_.kernels, DType::kF32, n, row);
+    prepare_head_token(*step_.kernels, head_, row, j, to);
     if (state_.reading == HeadReading::kBounds) measure_bytes(head_, j, to);
   }
   void prepare(int64_t slot) const override {
@@ -181,11 +182,11 @@ class Logits final : public StageWork {
     const int64_t unit = unit_rows(head_), first = begin * unit;
     const int64_t last = std::min(end * unit, head_.rows);
     if (state_.reading == HeadReading::kWhole)
-      return head_rows(*step_.table, head_, first, last, from, rows_.count, step_.batch.out + first,
-                       head_.rows);
+      return head_rows(*step_.kernels, head_, first, last, from, rows_.count,
+                       step_.batch.out + first, head_.rows);
     const Largest found = state_.largest(step_.batch, slot);
     for (int64_t n = first; n < last; n += unit)  // what one has found bounds the next
-      state_.remaining += largest_rows(*step_.table, head_, n, std::min(n + unit, last), from,
+      state_.remaining += largest_rows(*step_.kernels, head_, n, std::min(n + unit, last), from,
                                        rows_.count, found, step_.batch.out + n, head_.rows);
   }
   const void* weights_of(int64_t unit) const override {

@@ -39,7 +39,7 @@ MlpBlock::MlpBlock(Binding& b) {
   const Settings& s = b.settings;
   width_ = b.keys.integer("width", 1, kMaxFeatures);
   const std::string activation = b.keys.word("activation");
-  activation_ = gated_row(b.program.table(), activation);
+  activation_ = gated_row(b.program.kernels(), activation);
   if (activation_ == nullptr)
     b.keys.fail("activation", "relu2, silu or gelu_pytorch_tanh", activation);
   norm_ = b.norm("norm", s.hidden, s.eps);
@@ -68,7 +68,7 @@ class Activated final : public RowSource {
   // relu2 of bfloat16 is a part of the norm's first pass.
   NormJob codes_job(int64_t j, float* row) const override {
     const DType type = step_.settings().type;
-    if (type != DType::kBF16 || activation_ != step_.table->relu2_mul_row)
+    if (type != DType::kBF16 || activation_ != step_.kernels->relu2_mul_row)
       return RowSource::codes_job(j, row);
     const auto at = [&](const void* buffer) {
       return offset_bytes(buffer, j * width_ * element_size(type));
@@ -80,7 +80,7 @@ class Activated final : public RowSource {
   // In pieces that stay in the first-level cache from loading to the product.
   void activate(DType type, int64_t j, float* row) const {
     constexpr int64_t kPiece = 512;
-    const KernelTable& table = *step_.table;
+    const KernelTable& kernels = *step_.kernels;
     if (type == DType::kF32) {  // nothing to load or round
       const auto at = [&](const void* buffer) {
         return static_cast<const float*>(buffer) + j * width_;
@@ -90,8 +90,8 @@ class Activated final : public RowSource {
     alignas(64) float gate[kPiece], up[kPiece];
     for (int64_t i = 0; i < width_; i += kPiece) {
       const int64_t from = j * width_ + i, n = std::min(kPiece, width_ - i);
-      load_values(table, type, gate_, from, n, gate);
-      load_values(table, type, up_, from, n, up);
+      load_values(kernels, type, gate_, from, n, gate);
+      load_values(kernels, type, up_, from, n, up);
       activation_(gate, up, n, row + i);
     }
   }

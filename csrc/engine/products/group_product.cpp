@@ -25,12 +25,12 @@ ProductJob grouped_job(const Weight& w, const QuantizedTokens& x, const ProductP
   return job;
 }
 
-void run(const KernelTable& table, const ProductJob& job) {
-  algorithm_for(table, shape_of(job)).run(job, nullptr);
+void run(const KernelTable& kernels, const ProductJob& job) {
+  algorithm_for(kernels, shape_of(job)).run(job, nullptr);
 }
 
 // Scales as the kernels read them: one call.
-void multiply_blocked(const KernelTable& table, const Weight& w, const GroupScales& scales,
+void multiply_blocked(const KernelTable& kernels, const Weight& w, const GroupScales& scales,
                       const QuantizedTokens& x, const ProductPart& part, float* values,
                       int64_t out_stride, void* scratch) {
   const int64_t stride = x.group_count() * w.block_rows;
@@ -39,9 +39,9 @@ void multiply_blocked(const KernelTable& table, const Weight& w, const GroupScal
   job.scale = offset_bytes(scales.data, part.block_begin * stride * element_size(scales.type));
   job.scale_stride = stride;
   job.scratch = scratch;
-  const ProductAlgorithm* tables = scratch == nullptr ? nullptr : tables_of(table);
+  const ProductAlgorithm* tables = scratch == nullptr ? nullptr : tables_of(kernels);
   if (tables != nullptr) return tables->run(job, nullptr);
-  run(table, job);
+  run(kernels, job);
 }
 
 using Four = float __attribute__((vector_size(16)));
@@ -91,7 +91,7 @@ void gather_scales(const float* scales, int64_t stride, int64_t rows, int64_t co
 }
 
 // Scales of rows: some groups of a row block are brought beside each other, then multiplied.
-void multiply_gathered(const KernelTable& table, const Weight& w, const float* scales,
+void multiply_gathered(const KernelTable& kernels, const Weight& w, const float* scales,
                        const QuantizedTokens& x, const ProductPart& part, float* values,
                        int64_t stride) {
   constexpr int64_t kGathered = 32;
@@ -113,7 +113,7 @@ void multiply_gathered(const KernelTable& table, const Weight& w, const float* s
       now.x_sum += g * x.tokens;
       if (now.x_scale != nullptr) now.x_scale += g * x.tokens;
       now.add = g != 0;
-      run(table, now);
+      run(kernels, now);
     }
   }
 }
@@ -138,7 +138,7 @@ GroupCodes codes_of_group(const QuantizedTokens& x, int64_t token, int64_t rows,
 
 // Canonical rows: exact sums of one group at a time, one plane after the other. Blocks of 128
 // weights of neighbouring rows lie apart, so they are copied.
-void multiply_rows(const KernelTable& table, const Weight& w, const float* scales,
+void multiply_rows(const KernelTable& kernels, const Weight& w, const float* scales,
                    const QuantizedTokens& x, const ProductPart& part, float* values,
                    int64_t stride) {
   constexpr int64_t kRows = layout::kMaxBlockRows, kTokens = 16;
@@ -158,33 +158,34 @@ void multiply_rows(const KernelTable& table, const Weight& w, const float* scale
       for (int64_t g = 0; g < groups; ++g) {
         const GroupCodes codes = codes_of_group(x, first, tokens * per_token, g, copies);
         for (int64_t r = 0; r < tokens * per_token; ++r) {
-          x_sum[r] = table.sum_i8(codes.at + r * codes.stride, kGroupWeights);
+          x_sum[r] = kernels.sum_i8(codes.at + r * codes.stride, kGroupWeights);
         }
         const int64_t at = g * x.group / kGroupWeights * layout::kBlockBytes;
         for (int64_t i = 0; i < rows; ++i) {
           std::memcpy(weights + i * layout::kBlockBytes, w.data + (row + i) * row_bytes + at,
                       static_cast<size_t>(layout::kBlockBytes));
         }
-        run(table, {.format = w.format,
-                    .weights = weights,
-                    .block_bytes = layout::kBlockBytes,
-                    .k_steps = layout::kBlockBytes,
-                    .blocks = rows,
-                    .x = codes.at,
-                    .x_stride = codes.stride,
-                    .tokens = tokens * per_token,
-                    .x_sum = x_sum,
-                    .sums = per_token == 2 ? planes : sums,
-                    .out_stride = kRows,
-                    .prefetch_bytes = tuning().prefetch_bytes});
+        run(kernels, {.format = w.format,
+                      .weights = weights,
+                      .block_bytes = layout::kBlockBytes,
+                      .k_steps = layout::kBlockBytes,
+                      .blocks = rows,
+                      .x = codes.at,
+                      .x_stride = codes.stride,
+                      .tokens = tokens * per_token,
+                      .x_sum = x_sum,
+                      .sums = per_token == 2 ? planes : sums,
+                      .out_stride = kRows,
+                      .prefetch_bytes = tuning().prefetch_bytes});
         for (int64_t i = 0; per_token == 2 && i < tokens * kRows; ++i) {
           const int32_t* both = planes + i / kRows * 2 * kRows + i % kRows;
           if (i % kRows < rows) sums[i] = 256 * both[0] + both[kRows];
         }
         for (int64_t i = 0; i < rows; ++i) w_scale[i] = scales[(row + i) * groups + g];
-        table.add_group(sums, kRows, rows, tokens, w_scale,
-                        x.group_scales == nullptr ? nullptr : x.group_scales + g * x.tokens + first,
-                        out, stride);
+        kernels.add_group(
+            sums, kRows, rows, tokens, w_scale,
+            x.group_scales == nullptr ? nullptr : x.group_scales + g * x.tokens + first, out,
+            stride);
       }
     }
   }
@@ -192,14 +193,14 @@ void multiply_rows(const KernelTable& table, const Weight& w, const float* scale
 
 }  // namespace
 
-void multiply_groups(const KernelTable& table, const Weight& weight, const GroupScales& scales,
+void multiply_groups(const KernelTable& kernels, const Weight& weight, const GroupScales& scales,
                      const QuantizedTokens& x, const ProductPart& part, float* values,
                      int64_t stride, void* scratch) {
   if (scales.blocked) {
-    multiply_blocked(table, weight, scales, x, part, values, stride, scratch);
+    multiply_blocked(kernels, weight, scales, x, part, values, stride, scratch);
   } else {
     (weight.reads_rows() ? multiply_rows : multiply_gathered)(
-        table, weight, static_cast<const float*>(scales.data), x, part, values, stride);
+        kernels, weight, static_cast<const float*>(scales.data), x, part, values, stride);
   }
   if (x.group_scales != nullptr) return;
   const int64_t rows = std::min((part.block_end - part.block_begin) * weight.block_rows,

@@ -22,7 +22,7 @@ struct GroupScales {
 // x has groups of as many features.  Row i of the part and its token m is values[m * stride + i],
 // stride at least the rows of its row blocks.  Writes whole row blocks, rows past n_rows included,
 // except in the canonical layout.  scratch: of ProductJob; with it, by tables of sums.
-void multiply_groups(const KernelTable& table, const Weight& weight, const GroupScales& scales,
+void multiply_groups(const KernelTable& kernels, const Weight& weight, const GroupScales& scales,
                      const QuantizedTokens& x, const ProductPart& part, float* values,
                      int64_t stride, void* scratch = nullptr);
 

@@ -111,25 +111,25 @@ ProductShape shape_of(const ProductJob& job) {
           .grouped = job.grouped()};
 }
 
-const ProductAlgorithm& algorithm_for(const KernelTable& table, const ProductShape& shape) {
+const ProductAlgorithm& algorithm_for(const KernelTable& kernels, const ProductShape& shape) {
   if (!forced_product().empty()) {
-    const ProductAlgorithm* forced = find_algorithm(table, forced_product());
+    const ProductAlgorithm* forced = find_algorithm(kernels, forced_product());
     if (forced != nullptr && forced->takes(shape)) return *forced;
   }
-  return chosen(table.products, table.choices, shape);
+  return chosen(kernels.products, kernels.choices, shape);
 }
 
-ProductPlan plan_product(const KernelTable& table, const ProductShape& shape, int64_t threads) {
+ProductPlan plan_product(const KernelTable& kernels, const ProductShape& shape, int64_t threads) {
   ProductShape s = shape;
-  const ProductAlgorithm* tables = tables_of(table);
+  const ProductAlgorithm* tables = tables_of(kernels);
   s.scratch = tuning().sum_tables || (tables != nullptr && tables->name == forced_product());
-  tune(table, s);
-  ProductPlan plan{.algorithm = &algorithm_for(table, s)};
+  tune(kernels, s);
+  ProductPlan plan{.algorithm = &algorithm_for(kernels, s)};
   plan.blocking = plan.algorithm->blocking(s);
   if (plan.by_tables()) {
     if (cut_rows(*plan.algorithm, s, threads, plan)) return plan;
     s.scratch = false;
-    plan = {.algorithm = &algorithm_for(table, s)};
+    plan = {.algorithm = &algorithm_for(kernels, s)};
     plan.blocking = plan.algorithm->blocking(s);
   }
   cut_for_threads(s, threads, plan);
@@ -137,17 +137,17 @@ ProductPlan plan_product(const KernelTable& table, const ProductShape& shape, in
     const int64_t blocks = std::max(plan.token_blocks, ceil_div(s.tokens, plan.blocking.tokens));
     s.tokens =
         tokens_of_block(s.tokens, std::max<int64_t>(blocks, 1), plan.blocking.token_multiple);
-    tune(table, s);
+    tune(kernels, s);
   }
   return plan;
 }
 
-ProductPlan plan_matrix(const KernelTable& table, layout::WeightFormat format, int64_t n_rows,
+ProductPlan plan_matrix(const KernelTable& kernels, layout::WeightFormat format, int64_t n_rows,
                         int64_t k, bool grouped, int64_t tokens, int64_t threads) {
   const Weight weight = format == layout::WeightFormat::kCanonical
                             ? canonical_weight(nullptr, n_rows, k)
-                            : tile_weight(nullptr, format, n_rows, k, table.tile_lanes);
-  return plan_product(table,
+                            : tile_weight(nullptr, format, n_rows, k, kernels.tile_lanes);
+  return plan_product(kernels,
                       {.format = format,
                        .tokens = tokens,
                        .k = k,
@@ -158,28 +158,28 @@ ProductPlan plan_matrix(const KernelTable& table, layout::WeightFormat format, i
                       threads);
 }
 
-int64_t token_tile(const KernelTable& table, int64_t tokens, int64_t k) {
+int64_t token_tile(const KernelTable& kernels, int64_t tokens, int64_t k) {
   const ProductShape shape{.format = layout::WeightFormat::kTwoBit,
                            .tokens = tokens,
                            .k = k,
                            .row_blocks = 1,
                            .block_rows = 1};
-  return algorithm_for(table, shape).blocking(shape).token_tile;
+  return algorithm_for(kernels, shape).blocking(shape).token_tile;
 }
 
-const ProductAlgorithm* find_algorithm(const KernelTable& table, std::string_view name) {
-  for (int64_t i = 0; i < kMaxProducts && table.products[i].name != nullptr; ++i) {
-    if (name == table.products[i].name) return table.products + i;
+const ProductAlgorithm* find_algorithm(const KernelTable& kernels, std::string_view name) {
+  for (int64_t i = 0; i < kMaxProducts && kernels.products[i].name != nullptr; ++i) {
+    if (name == kernels.products[i].name) return kernels.products + i;
   }
   return nullptr;
 }
 
 std::vector<std::string> product_names() {
   std::vector<std::string> names;
-  for (const KernelTable* table : all_tables()) {
-    for (int64_t i = 0; i < kMaxProducts && table->products[i].name != nullptr; ++i) {
-      if (std::ranges::find(names, table->products[i].name) == names.end())
-        names.emplace_back(table->products[i].name);
+  for (const KernelTable* kernels : all_tables()) {
+    for (int64_t i = 0; i < kMaxProducts && kernels->products[i].name != nullptr; ++i) {
+      if (std::ranges::find(names, kernels->products[i].name) == names.end())
+        names.emplace_back(kernels->products[i].name);
     }
   }
   return names;
@@ -199,9 +199,9 @@ const std::string& forced_product() {
   return checked;
 }
 
-const ProductAlgorithm* tables_of(const KernelTable& table) {
-  const ProductAlgorithm* tables = find_algorithm(table, "tables");
-  return tables != nullptr ? tables : find_algorithm(table, "tables_with_dot");
+const ProductAlgorithm* tables_of(const KernelTable& kernels) {
+  const ProductAlgorithm* tables = find_algorithm(kernels, "tables");
+  return tables != nullptr ? tables : find_algorithm(kernels, "tables_with_dot");
 }
 
 }  // namespace bitnet::engine

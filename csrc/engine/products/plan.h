@@ -27,22 +27,22 @@ struct ProductPlan {
 ProductShape shape_of(const ProductJob& job);
 
 // The row of the list that this CPU takes for the shape; see tune.h.
-const ProductAlgorithm& algorithm_for(const KernelTable& table, const ProductShape& shape);
+const ProductAlgorithm& algorithm_for(const KernelTable& kernels, const ProductShape& shape);
 
 // The algorithm, and the coarsest cut that has enough units for all threads to end together. Blocks
 // get fewer tokens first; then K is cut.
-ProductPlan plan_product(const KernelTable& table, const ProductShape& shape, int64_t threads);
+ProductPlan plan_product(const KernelTable& kernels, const ProductShape& shape, int64_t threads);
 
 // The same of one matrix of whole rows, in any layout.
-ProductPlan plan_matrix(const KernelTable& table, layout::WeightFormat format, int64_t n_rows,
+ProductPlan plan_matrix(const KernelTable& kernels, layout::WeightFormat format, int64_t n_rows,
                         int64_t k, bool grouped, int64_t tokens, int64_t threads);
 
 // Tokens of a tile in which products of tiles without scales of groups want so many tokens; 0: in
 // row-major order.
-int64_t token_tile(const KernelTable& table, int64_t tokens, int64_t k);
+int64_t token_tile(const KernelTable& kernels, int64_t tokens, int64_t k);
 
 // The row of that name; null: the list has none.
-const ProductAlgorithm* find_algorithm(const KernelTable& table, std::string_view name);
+const ProductAlgorithm* find_algorithm(const KernelTable& kernels, std::string_view name);
 
 // The names of all rows of this build's lists.
 std::vector<std::string> product_names();
@@ -52,7 +52,7 @@ std::vector<std::string> product_names();
 const std::string& forced_product();
 
 // The row whose products need memory; null: the list has none.
-const ProductAlgorithm* tables_of(const KernelTable& table);
+const ProductAlgorithm* tables_of(const KernelTable& kernels);
 
 // Tokens of a block when they are cut into about so many, in whole tiles.
 int64_t tokens_of_block(int64_t tokens, int64_t blocks, int64_t tile);

@@ -66,9 +66,10 @@ Projection make_sums(const Weight& weight, int32_t* out) {
   return {&weight, nullptr, 0, nullptr, {StoreKind::kSums, DType::kF32, out, stride_bytes}};
 }
 
-Product::Product(const KernelTable& table, const QuantizedTokens& x, const Projection* projections,
-                 int64_t count, const ProductPlan& plan, const PartSums& parts)
-    : table_(table),
+Product::Product(const KernelTable& kernels, const QuantizedTokens& x,
+                 const Projection* projections, int64_t count, const ProductPlan& plan,
+                 const PartSums& parts)
+    : kernels_(kernels),
       x_(x),
       projections_(projections),
       count_(count),
@@ -78,7 +79,7 @@ Product::Product(const KernelTable& table, const QuantizedTokens& x, const Proje
       k_parts_(plan.k_parts) {
   if (algorithm_ == nullptr) {
     const ProductShape shape = shape_of(projections, count, x.tokens, x.planes());
-    algorithm_ = &algorithm_for(table, shape);
+    algorithm_ = &algorithm_for(kernels, shape);
     blocking_ = algorithm_->blocking(shape);
   }
   if (!blocking_.is_special()) algorithm_ = nullptr;
@@ -213,7 +214,7 @@ void Product::multiply_part(const Projection& p, int64_t block, int64_t cell, in
     for (int64_t i = 0; i < count; ++i) sums[i] += from[i];
   }
   job.sums = sums;
-  table_.store_block(epilogue_of(p, job, all));
+  kernels_.store_block(epilogue_of(p, job, all));
 }
 
 void Product::multiply(const Projection& p, int64_t block, int64_t blocks,
@@ -232,7 +233,7 @@ void Product::multiply(const Projection& p, int64_t block, int64_t blocks,
 
 void Product::run_job(const ProductJob& job, const EpilogueJob* epilogue) const {
   const ProductAlgorithm& algorithm =
-      algorithm_ != nullptr ? *algorithm_ : algorithm_for(table_, shape_of(job));
+      algorithm_ != nullptr ? *algorithm_ : algorithm_for(kernels_, shape_of(job));
   algorithm.run(job, epilogue);
 }
 
@@ -283,19 +284,19 @@ void Product::run_columns(const ColumnsRead& read, int64_t begin, int64_t end) c
   alignas(64) int32_t sums[kAtOnce * kRows];
   for (int64_t panel = ceil_div(begin * panels, all); panel < last; panel += kAtOnce) {
     const int64_t count = std::min(kAtOnce, last - panel), row = panel * kRows;
-    table_.column_product({.columns = read.columns + panel * x_.k * layout::kColumnBytes,
-                           .k = x_.k,
-                           .panels = count,
-                           .at = read.at,
-                           .x = read.codes,
-                           .count = read.count,
-                           .x_sum = x_.sums[0],
-                           .out = sums});
+    kernels_.column_product({.columns = read.columns + panel * x_.k * layout::kColumnBytes,
+                             .k = x_.k,
+                             .panels = count,
+                             .at = read.at,
+                             .x = read.codes,
+                             .count = read.count,
+                             .x_sum = x_.sums[0],
+                             .out = sums});
     EpilogueJob out = epilogue_at(p, row, 0);
     out.sums = sums;
     out.sums_stride = count * kRows;
     out.rows = std::min(count * kRows, p.weight->n_rows - row);
-    table_.store_block(out);
+    kernels_.store_block(out);
   }
 }
 
@@ -322,7 +323,7 @@ void Product::multiply_grouped(const Projection& p, const ProductPart& part) con
       const ProductPart piece{block, std::min(block + blocks, part.block_end), part.token + m,
                               std::min(tokens, part.tokens - m)};
       const int64_t stride = (piece.block_end - block) * p.weight->block_rows;
-      multiply_groups(table_, *p.weight, p.groups, x_, piece, values, stride, scratch);
+      multiply_groups(kernels_, *p.weight, p.groups, x_, piece, values, stride, scratch);
       store_groups(p, piece, values, stride);
     }
   }
@@ -334,7 +335,7 @@ void Product::store_groups(const Projection& p, const ProductPart& part, float* 
   const int64_t n = std::min(stride, p.weight->n_rows - row);
   for (int64_t m = 0; m < part.tokens; ++m) {
     float* y = values + m * stride;
-    if (p.bias != nullptr) table_.add_row(y, p.bias + row, n, y);
+    if (p.bias != nullptr) kernels_.add_row(y, p.bias + row, n, y);
     store_values(p.out, y, n, part.token + m, row);
   }
 }
@@ -344,10 +345,10 @@ void Product::store_values(const Output& out, float* y, int64_t n, int64_t token
                            int64_t row) const {
   const int64_t element = out.kind == StoreKind::kStore ? element_size(out.type) : 4;
   void* to = offset_bytes(out.data, token * out.stride_bytes + row * element);
-  if (out.kind == StoreKind::kStore) return table_.store_row(out.type, y, n, to);
-  table_.round_row(out.type, y, n);
+  if (out.kind == StoreKind::kStore) return kernels_.store_row(out.type, y, n, to);
+  kernels_.round_row(out.type, y, n);
   auto* floats = static_cast<float*>(to);
-  if (out.kind == StoreKind::kAdd) return table_.add_row(floats, y, n, floats);
+  if (out.kind == StoreKind::kAdd) return kernels_.add_row(floats, y, n, floats);
   std::copy(y, y + n, floats);
 }
 
@@ -374,13 +375,13 @@ struct OneStage {
 
 }  // namespace
 
-void multiply(const KernelTable& table, const QuantizedTokens& x, const Projection* projections,
+void multiply(const KernelTable& kernels, const QuantizedTokens& x, const Projection* projections,
               int64_t count) {
   const ProductShape shape = shape_of(projections, count, x.tokens, x.planes());
   int64_t macs = 0;
   for (int64_t i = 0; i < count; ++i) macs += projections[i].weight->n_rows * x.k * x.tokens;
   const int64_t threads = partitions_for(StagedExecutor::kMaxPartitions, macs, kMinMacs);
-  const Product product(table, x, projections, count, plan_product(table, shape, threads));
+  const Product product(kernels, x, projections, count, plan_product(kernels, shape, threads));
   if (product.units() == 0) return;
   const int64_t partitions = std::min(product.units(), threads);
   if (partitions == 1) return product.run(0, product.units());  // nobody to share claims with

@@ -61,7 +61,7 @@ struct ColumnsRead {
 // are integers, so the order does not matter.
 class Product {
  public:
-  Product(const KernelTable& table, const QuantizedTokens& x, const Projection* projections,
+  Product(const KernelTable& kernels, const QuantizedTokens& x, const Projection* projections,
           int64_t count, const ProductPlan& plan = {}, const PartSums& parts = {});
 
   int64_t units() const { return row_blocks_ * token_blocks_ * k_parts_; }
@@ -97,7 +97,7 @@ class Product {
   EpilogueJob epilogue_at(const Projection& p, int64_t row, int64_t token) const;
   void store_values(const Output& out, float* y, int64_t n, int64_t token, int64_t row) const;
 
-  const KernelTable& table_;
+  const KernelTable& kernels_;
   const QuantizedTokens& x_;
   const Projection* projections_;
   int64_t count_;
@@ -111,7 +111,7 @@ class Product {
 };
 
 // All projections of the same tokens in one parallel region.
-void multiply(const KernelTable& table, const QuantizedTokens& x, const Projection* projections,
+void multiply(const KernelTable& kernels, const QuantizedTokens& x, const Projection* projections,
               int64_t count);
 
 }  // namespace bitnet::engine

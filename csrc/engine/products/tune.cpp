@@ -32,8 +32,8 @@ constexpr Prior kPriors[] = {
     {"Intel Sapphire or Emerald Rapids", "", "wide", WeightFormat::kBase3},
 };
 
-bool passed_over(const KernelTable& table, const ProductAlgorithm& row, WeightFormat format) {
-  const std::string_view cpu = tuning().cpu, isa = table.name, name = row.name;
+bool passed_over(const KernelTable& kernels, const ProductAlgorithm& row, WeightFormat format) {
+  const std::string_view cpu = tuning().cpu, isa = kernels.name, name = row.name;
   return std::ranges::any_of(kPriors, [&](const Prior& p) {
     return cpu == p.cpu && isa.starts_with(p.isa) && name == p.row && format == p.format;
   });
@@ -43,14 +43,14 @@ bool passed_over(const KernelTable& table, const ProductAlgorithm& row, WeightFo
 constexpr int64_t kRows = 1024, kK = 1024;
 
 // A product of the shape's kind, with as many tokens as its place begins with.
-ProductShape sample_of(const KernelTable& table, const ProductShape& shape) {
+ProductShape sample_of(const KernelTable& kernels, const ProductShape& shape) {
   const int64_t from = ProductChoices::kFrom[ProductChoices::place_of(shape)];
   const layout::WeightLayout& layout = layout::layout_of(shape.format);
   return {.format = shape.format,
           .tokens = (from + shape.planes - 1) / shape.planes,
           .k = kK,
-          .row_blocks = layout.row_blocks(kRows, table.tile_lanes),
-          .block_rows = layout.block_rows(table.tile_lanes),
+          .row_blocks = layout.row_blocks(kRows, kernels.tile_lanes),
+          .block_rows = layout.block_rows(kernels.tile_lanes),
           .planes = shape.planes,
           .grouped = shape.grouped};
 }
@@ -62,23 +62,23 @@ bool needs_scratch(const ProductAlgorithm& row, ProductShape sample) {
 
 // Of all rows that take the sample: the first that is usual, and for CPUs with priors not passed
 // over.
-const ProductAlgorithm* known_row(const KernelTable& table, const ProductShape& sample) {
-  const ProductAlgorithm* row = table.products;
-  while (!row->usual(sample) || passed_over(table, *row, sample.format)) ++row;
+const ProductAlgorithm* known_row(const KernelTable& kernels, const ProductShape& sample) {
+  const ProductAlgorithm* row = kernels.products;
+  while (!row->usual(sample) || passed_over(kernels, *row, sample.format)) ++row;
   return row;
 }
 
 // The first that is usual without scratch, then the others. No others where the row wants its
 // tokens in tiles, an order that all products of the same tokens share; nor for one token, whose
 // weights come from memory, which a sample does not show.
-std::vector<const ProductAlgorithm*> candidates(const KernelTable& table,
+std::vector<const ProductAlgorithm*> candidates(const KernelTable& kernels,
                                                 const ProductShape& sample) {
-  std::vector<const ProductAlgorithm*> rows = {known_row(table, sample)};
+  std::vector<const ProductAlgorithm*> rows = {known_row(kernels, sample)};
   if (rows[0]->blocking(sample).token_tile != 0 || sample.tokens * sample.planes == 1) return rows;
   ProductShape with = sample;
   with.scratch = true;
-  for (int64_t i = 0; i < kMaxProducts && table.products[i].name != nullptr; ++i) {
-    const ProductAlgorithm& row = table.products[i];
+  for (int64_t i = 0; i < kMaxProducts && kernels.products[i].name != nullptr; ++i) {
+    const ProductAlgorithm& row = kernels.products[i];
     if (&row == rows[0] || !row.takes(with)) continue;
     const bool scratch = needs_scratch(row, sample);
     if (scratch && (!tuning().sum_tables || !row.usual(with))) continue;
@@ -100,12 +100,12 @@ class Numbers {
 // The data of a sample. Nobody reads the result.
 class Sample {
  public:
-  Sample(const KernelTable& table, const ProductShape& shape)
+  Sample(const KernelTable& kernels, const ProductShape& shape)
       : shape_(shape),
-        weight_(tile_weight(nullptr, shape.format, kRows, kK, table.tile_lanes)),
+        weight_(tile_weight(nullptr, shape.format, kRows, kK, kernels.tile_lanes)),
         tiles_(weight_.bytes()),
         scales_(weight_.row_blocks * weight_.block_rows * groups_for(kK, kGroupWeights)),
-        x_(table, shape.tokens, kK, shape.grouped ? kGroupWeights : 0,
+        x_(kernels, shape.tokens, kK, shape.grouped ? kGroupWeights : 0,
            !shape.grouped      ? ActivationFormat::kInt8
            : shape.planes == 2 ? ActivationFormat::kInt16Group
                                : ActivationFormat::kInt8Group),
@@ -123,15 +123,15 @@ class Sample {
     for (int64_t m = 0; m < shape.tokens; ++m) {
       for (int64_t i = 0; i < kK; ++i)
         values.get()[i] = static_cast<float>(static_cast<int>(numbers.next() % 255) - 127);
-      x_.view().quantize(table, values.get(), m);
+      x_.view().quantize(kernels, values.get(), m);
     }
   }
 
-  double seconds(const KernelTable& table) const {
+  double seconds(const KernelTable& kernels) const {
     Projection p =
         make_projection(weight_, scales_.get(), 1, DType::kBF16, const_cast<uint16_t*>(out_.get()));
     if (shape_.grouped) p.groups = {.data = scales_.get(), .blocked = true};
-    const Product product(table, x_.view(), &p, 1, plan_product(table, shape_, 1));
+    const Product product(kernels, x_.view(), &p, 1, plan_product(kernels, shape_, 1));
     const Clock::time_point start = Clock::now();
     product.run(0, product.units());
     return std::chrono::duration<double>(Clock::now() - start).count();
@@ -149,37 +149,37 @@ class Sample {
 // The same kernels, whose products are all made by one row.
 class Only {
  public:
-  Only(const KernelTable& table, const ProductAlgorithm& row) : table_(table) {
+  Only(const KernelTable& kernels, const ProductAlgorithm& row) : kernels_(kernels) {
     rows_[0] = row;
     rows_[0].usual = [](const ProductShape&) { return true; };
-    table_.products = rows_;
-    table_.choices = nullptr;
+    kernels_.products = rows_;
+    kernels_.choices = nullptr;
   }
   Only(const Only&) = delete;
-  const KernelTable& table() const { return table_; }
+  const KernelTable& kernels() const { return kernels_; }
 
  private:
   ProductAlgorithm rows_[kMaxProducts] = {};
-  KernelTable table_;
+  KernelTable kernels_;
 };
 
 enum State { kEmpty, kBusy, kDone };
 
 }  // namespace
 
-std::vector<RowTime> time_products(const KernelTable& table, const ProductShape& shape) {
+std::vector<RowTime> time_products(const KernelTable& kernels, const ProductShape& shape) {
   // A disturbed turn does not count, so few suffice; a slow CPU has fewer.
   constexpr int kMaxTurns = 6, kMinTurns = 3;
   constexpr double kEnough = 0.003;
-  const ProductShape sample = sample_of(table, shape);
-  const auto rows = candidates(table, sample);
+  const ProductShape sample = sample_of(kernels, shape);
+  const auto rows = candidates(kernels, sample);
   if (rows.size() == 1) return {};
   std::vector<RowTime> times;
   try {
-    const Sample product(table, sample);
+    const Sample product(kernels, sample);
     for (const ProductAlgorithm* row : rows) {
       times.push_back({row, {1e9, 1e9}});
-      product.seconds(Only(table, *row).table());  // code and memory for the first time
+      product.seconds(Only(kernels, *row).kernels());  // code and memory for the first time
     }
     for (int series = 0; series < 2; ++series) {
       const Clock::time_point start = Clock::now();
@@ -191,7 +191,7 @@ std::vector<RowTime> time_products(const KernelTable& table, const ProductShape&
       for (int turn = 0; left(turn); ++turn) {
         for (RowTime& time : times) {
           double& best = time.seconds[series];
-          best = std::min(best, product.seconds(Only(table, *time.row).table()));
+          best = std::min(best, product.seconds(Only(kernels, *time.row).kernels()));
         }
       }
     }
@@ -211,27 +211,27 @@ const ProductAlgorithm* fastest(const std::vector<RowTime>& times) {
   return sure ? found.row : usual.row;
 }
 
-void tune(const KernelTable& table, const ProductShape& shape) {
-  if (!shape.tiles() || table.choices == nullptr) return;
-  ProductChoices::Choice& choice = table.choices->of(shape);
+void tune(const KernelTable& kernels, const ProductShape& shape) {
+  if (!shape.tiles() || kernels.choices == nullptr) return;
+  ProductChoices::Choice& choice = kernels.choices->of(shape);
   const std::atomic_ref<int> state(choice.state);
   const std::atomic_ref<const ProductAlgorithm*> without(choice.row[0]), with(choice.row[1]);
   int expected = kEmpty;
   if (state.load(std::memory_order_acquire) != kEmpty) return;
   // A forked child of a process that measures takes the usual row for good.
   if (!state.compare_exchange_strong(expected, kBusy)) return;
-  const ProductShape sample = sample_of(table, shape);
+  const ProductShape sample = sample_of(kernels, shape);
   if (tuning().products == ProductChoice::kPrior) {
     ProductShape scratch = sample;
     scratch.scratch = true;
-    without = known_row(table, sample);
-    with = known_row(table, scratch);
+    without = known_row(kernels, sample);
+    with = known_row(kernels, scratch);
   } else if (tuning().products == ProductChoice::kMeasured) {
-    without = with = known_row(table, sample);
-    std::vector<RowTime> times = time_products(table, sample);
+    without = with = known_row(kernels, sample);
+    std::vector<RowTime> times = time_products(kernels, sample);
     if (!times.empty()) {
       for (const RowTime& time : times) {
-        choice.seconds[time.row - table.products] =
+        choice.seconds[time.row - kernels.products] =
             static_cast<float>(std::min(time.seconds[0], time.seconds[1]));
       }
       with = fastest(times);

@@ -13,7 +13,7 @@ namespace bitnet::engine {
 // Fills in the choice for products like this one. The first call for a kind may measure, on its own
 // thread, in some milliseconds; callers that come meanwhile take the usual row. Not to be called
 // inside a parallel region, where other threads would wait.
-void tune(const KernelTable& table, const ProductShape& shape);
+void tune(const KernelTable& kernels, const ProductShape& shape);
 
 struct RowTime {
   const ProductAlgorithm* row;
@@ -22,7 +22,7 @@ struct RowTime {
 
 // Every row that could make products like this one, timed now on a sample of them; the first is the
 // one that is taken unless another is faster. Empty where there is nothing to choose, or no memory.
-std::vector<RowTime> time_products(const KernelTable& table, const ProductShape& shape);
+std::vector<RowTime> time_products(const KernelTable& kernels, const ProductShape& shape);
 
 // Of those: the fastest, unless it gains less than 5 % on the first, or nothing in one series.
 const ProductAlgorithm* fastest(const std::vector<RowTime>& times);

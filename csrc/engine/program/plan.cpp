@@ -252,7 +252,7 @@ void prepare_step(StepState& state, const Program& program, int64_t program_id, 
                   int64_t partitions, Workspace& passing) {
   Step& s = state.step;
   s.program = &program;
-  s.table = &program.table();
+  s.kernels = &program.kernels();
   s.batch = batch;
   s.partitions = partitions == 0 ? partitions_of(s) : partitions;
   s.splits_norms = s.partitions > 1 && batch.tokens > 2;

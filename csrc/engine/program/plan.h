@@ -68,7 +68,7 @@ struct StageInput {
 // stage.
 struct Step {
   const Program* program = nullptr;
-  const KernelTable* table = nullptr;
+  const KernelTable* kernels = nullptr;
   Batch batch;
   int64_t partitions = 1;
   // Whether tokens are normalised and quantised in stages of their own, into `shared`. Normalising
@@ -173,7 +173,7 @@ class PlanBuilder {
               char* lasting, char* scratch);
 
   Step& step() const { return step_; }
-  const KernelTable& table() const { return *step_.table; }
+  const KernelTable& kernels() const { return *step_.kernels; }
   const Settings& settings() const { return step_.settings(); }
   const StepRows& rows() const { return rows_; }
   // Memory of this block's stages.

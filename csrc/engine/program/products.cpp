@@ -10,10 +10,10 @@ namespace {
 int64_t float_bytes(int64_t n) { return n * static_cast<int64_t>(sizeof(float)); }
 
 // The job's row but for its codes.
-void normalise_row(const KernelTable& table, const NormJob& job) {
+void normalise_row(const KernelTable& kernels, const NormJob& job) {
   if (job.y != job.x) std::memcpy(job.y, job.x, static_cast<size_t>(float_bytes(job.n)));
-  table.round_row(job.type, job.y, job.n);
-  apply_norm(table, {job.weight, job.eps}, job.type, job.n, job.y);
+  kernels.round_row(job.type, job.y, job.n);
+  apply_norm(kernels, {job.weight, job.eps}, job.type, job.n, job.y);
 }
 
 class Products final : public StageWork {
@@ -124,7 +124,7 @@ Products::Products(PlanBuilder& plan, const RowSource* source, ActivationFormat 
   ProductShape shape = shape_of(projections_, count_, rows_.count, planes_of(format_));
   // products with inputs of their own are several, and their cells would have to be told apart
   shape.splits_k = !shape.row_major() && (!own_norms_ || count_ == 1);
-  plan_ = plan_product(*step_.table, shape, step_.partitions);
+  plan_ = plan_product(*step_.kernels, shape, step_.partitions);
   plan.need_parts(plan_);
 }
 
@@ -150,7 +150,7 @@ void Products::for_each_product(const StageInput& from, F&& f) const {
   const int products = own_norms_ ? count_ : 1;
   for (int i = 0; i < products; ++i) {
     const QuantizedTokens x = tokens_of(from, i);
-    f(Product(*step_.table, x, projections_ + i, own_norms_ ? 1 : count_, plan_, step_.parts));
+    f(Product(*step_.kernels, x, projections_ + i, own_norms_ ? 1 : count_, plan_, step_.parts));
   }
 }
 
@@ -159,7 +159,7 @@ void Products::load_token(int64_t j, float* row, const StageInput& to) const {
     return enter_input(j, source_->codes_job(j, row), 0, to);
   const NormJob job = source_->job(j, row);
   if (!own_norms_) return enter_input(j, job, 0, to);
-  normalise_row(*step_.table, job);
+  normalise_row(*step_.kernels, job);
   const float eps = step_.settings().linear_eps;
   for (int i = 0; i < count_; ++i) {  // others need the row as it is
     enter_input(j, {row, job.n, job.type, parts_[i].linear->norm, eps, row + job.n}, i, to);
@@ -167,30 +167,30 @@ void Products::load_token(int64_t j, float* row, const StageInput& to) const {
 }
 
 void Products::enter_input(int64_t j, const NormJob& job, int i, const StageInput& to) const {
-  const KernelTable& table = *step_.table;
+  const KernelTable& kernels = *step_.kernels;
   const QuantizedTokens x = tokens_of(to, i);
   const Signs& signs = parts_[i].linear->signs;
   const bool at_once = quantizes_at_once(x, i);
   const bool drops = sparsity_ != nullptr && sparsity_->drops();
   if (at_once) {
-    x.quantize_normed(table, job, j);
+    x.quantize_normed(kernels, job, j);
     if (drops) sparsity_->drop(x, j);
   } else {
-    normalise_row(table, job);
+    normalise_row(kernels, job);
   }
   if (has_adapter(j)) {
     std::memcpy(to.side_rows[i] + rows_.adapters->place(j) * job.n, job.y,
                 static_cast<size_t>(float_bytes(job.n)));
   }
   if (at_once) return;
-  signs.hadamard(table, job.type, job.n, job.y);  // LoRA's factors read the row as it was
-  x.quantize(table, job.y, j);
+  signs.hadamard(kernels, job.type, job.n, job.y);  // LoRA's factors read the row as it was
+  x.quantize(kernels, job.y, j);
 }
 
 void Products::list_codes(int64_t slot) const {
   const QuantizedTokens x = tokens_of(step_.own[slot], 0);
   const CodeList list = code_lists_.of(slot);
-  *list.count = step_.table->list_nonzero(x.token(0), x.k, list.at, list.codes);
+  *list.count = step_.kernels->list_nonzero(x.token(0), x.k, list.at, list.codes);
   zeros_->add(slot, x.k, reads_columns(list) ? x.k - *list.count : 0);
 }
 
@@ -256,7 +256,7 @@ void Products::run(int64_t begin, int64_t end, int64_t slot) const {
   for_each_side(from, [&](const LoraProjection& p) {
     within(begin, end, engine::shrink_units(*rows_.adapters, p), offset,
            [&](int64_t first, int64_t last) {
-             shrink(*step_.table, *rows_.adapters, p, first, last);
+             shrink(*step_.kernels, *rows_.adapters, p, first, last);
            });
   });
   for_each_product(from, [&](const Product& p) {
@@ -292,7 +292,7 @@ void Products::expand(int64_t begin, int64_t end) const {
   for_each_side(step_.shared, [&](const LoraProjection& p) {
     within(begin, end, engine::expand_units(*rows_.adapters, p), offset,
            [&](int64_t first, int64_t last) {
-             engine::expand(*step_.table, *rows_.adapters, p, first, last);
+             engine::expand(*step_.kernels, *rows_.adapters, p, first, last);
            });
   });
 }
@@ -329,14 +329,14 @@ class AddNormed final : public StageWork {
   AddNormed(const Step& step, const StepRows& rows, const void* y, const Norm& norm)
       : step_(step), rows_(rows), y_(y), norm_(norm) {}
   void run(int64_t begin, int64_t end, int64_t slot) const override {
-    const KernelTable& table = *step_.table;
+    const KernelTable& kernels = *step_.kernels;
     const auto [n, type] = std::pair{step_.settings().hidden, step_.settings().type};
     float* row = step_.own[slot].row;
     for (int64_t j = begin; j < end; ++j) {
-      load_values(table, type, y_, j * n, n, row);
-      apply_norm(table, norm_, type, n, row);
+      load_values(kernels, type, y_, j * n, n, row);
+      apply_norm(kernels, norm_, type, n, row);
       float* to = rows_.residual + j * n;
-      table.add_row(to, row, n, to);
+      kernels.add_row(to, row, n, to);
     }
   }
 

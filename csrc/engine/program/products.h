@@ -66,9 +66,9 @@ void append_added(PlanBuilder& plan, const StageNames& names, const char* post_n
                   ZeroCounts* zeros = nullptr);
 
 // Values [from, from + n) of a buffer of `type` as float32.
-inline void load_values(const KernelTable& table, DType type, const void* buffer, int64_t from,
+inline void load_values(const KernelTable& kernels, DType type, const void* buffer, int64_t from,
                         int64_t n, float* row) {
-  table.load_row(type, offset_bytes(buffer, from * element_size(type)), n, row);
+  kernels.load_row(type, offset_bytes(buffer, from * element_size(type)), n, row);
 }
 
 }  // namespace bitnet::engine

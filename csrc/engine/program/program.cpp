@@ -121,8 +121,8 @@ void Binding::finish() {
               format);
 }
 
-Program::Program(std::string_view text, TensorSource& source, const KernelTable& table)
-    : table_(&table) {
+Program::Program(std::string_view text, TensorSource& source, const KernelTable& kernels)
+    : kernels_(&kernels) {
   const std::vector<Line> lines = parse_listing(text);
   if (lines.empty() || lines[0].kind != "model")
     throw ProgramError("expected a program that begins with a line model, got " +
@@ -150,7 +150,7 @@ Program::Program(std::string_view text, TensorSource& source, const KernelTable&
   for (size_t i = 0; i < blocks_.size(); ++i) {
     if (blocks_[i]->mixes_tokens()) last_mixer_ = static_cast<int64_t>(i);
   }
-  tune_columns(table, linears_);
+  tune_columns(kernels, linears_);
 }
 
 void Program::read_settings(Keys& keys) {

@@ -41,10 +41,10 @@ struct Signs {
   const float* data = nullptr;
   int64_t block = 0;
 
-  void hadamard(const KernelTable& table, DType type, int64_t n, float* row) const {
+  void hadamard(const KernelTable& kernels, DType type, int64_t n, float* row) const {
     if (block == 0) return;
-    table.hadamard_row(row, data, n, block, false, row);
-    table.round_row(type, row, n);
+    kernels.hadamard_row(row, data, n, block, false, row);
+    kernels.round_row(type, row, n);
   }
   bool operator==(const Signs&) const = default;
 };
@@ -195,9 +195,9 @@ class Binding {
 class Program {
  public:
   // Parses and binds. Throws ProgramError, or what `source` throws.
-  Program(std::string_view text, TensorSource& source, const KernelTable& table);
+  Program(std::string_view text, TensorSource& source, const KernelTable& kernels);
 
-  const KernelTable& table() const { return *table_; }
+  const KernelTable& kernels() const { return *kernels_; }
   const Settings& settings() const { return settings_; }
   const Needs& needs() const { return needs_; }
   const std::vector<NamedRope>& ropes() const { return ropes_; }
@@ -235,7 +235,7 @@ class Program {
   void read_lora(Keys& keys, TensorSource& source);
   void read_block(Keys& keys, TensorSource& source, int64_t adapters);
 
-  const KernelTable* table_;
+  const KernelTable* kernels_;
   Settings settings_{};
   Needs needs_;
   std::vector<NamedRope> ropes_;
