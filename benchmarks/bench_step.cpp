@@ -2,7 +2,7 @@
 // [context] [layers] [head rows] [steps] [isa]. One thread does the work of two; of each stage the
 // best of several steps counts, so that other processes disturb little. Weights are random bytes.
 // With BENCH_STEP_PLAN=partitions it prints the plan for so many, a line a stage: "plan" name units
-// least most parts nanoseconds, those of preparing, bytes of weights; benchmarks/many_cores.py
+// min max parts nanoseconds, those of preparing, bytes of weights; benchmarks/many_cores.py
 // reads them.
 #include <algorithm>
 #include <chrono>

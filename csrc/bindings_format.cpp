@@ -192,5 +192,5 @@ void bind_format(py::module_& m) {
   m.def("format_error_codes", &error_codes);
   m.def("xxh64", &xxh64, py::arg("data"));
   m.def("gguf_strings", &gguf_strings, py::arg("data"), py::arg("offset"), py::arg("count"),
-        py::arg("most_bytes"), py::arg("first"), py::arg("stride"));
+        py::arg("max_bytes"), py::arg("first"), py::arg("stride"));
 }

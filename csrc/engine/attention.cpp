@@ -88,10 +88,10 @@ void attend(const AttentionShape& shape, const Sequences& sequences,
             const AttentionBuffers& buffers) {
   const KernelTable& kernels = active_kernels();
   thread_local AttentionPlan plan;  // for its memory
-  const int64_t max =
+  const int64_t max_partitions =
       partitions_for(kMaxPartitions, attention_work(shape, sequences), kMinElements);
-  plan.build(shape, sequences, max);
-  const int64_t partitions = std::min(max, plan.tasks()), own = plan.thread_floats();
+  plan.build(shape, sequences, max_partitions);
+  const int64_t partitions = std::min(max_partitions, plan.tasks()), own = plan.thread_floats();
   if (partitions == 0) return;
   Scratch<float> shared(plan.shared_floats()), threads(partitions * own);
   plan.prepare(shared.get());

@@ -16,7 +16,7 @@ namespace bitnet::engine {
 //   plan.build(shape, sequences, threads);     // once a step, not once a layer
 //   `shared` has plan.shared_floats() floats, `own`, one for each thread, plan.thread_floats()
 //   plan.prepare(shared);                      // one thread, before the first task
-//   plan.run(table, buffers, begin, end, shared, own);  // any thread, any order, each task once
+//   plan.run(kernels, buffers, begin, end, shared, own);  // any thread, any order, each task once
 // When all tasks are done and the threads have synchronised, `out` is complete and `shared` is
 // ready for the next layer. A thread should take neighbouring tasks together: they read
 // neighbouring memory, and the chunks of a group share its query.

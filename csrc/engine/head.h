@@ -72,7 +72,7 @@ struct Largest {
   int64_t count;
   const Noise* noise;           // [tokens]; null: none
   std::atomic<uint64_t>* best;  // [tokens], if count is 1 or with noise; 0 at first
-  float* heaps;                 // [tokens][count], else: the least in front
+  float* heaps;                 // [tokens][count], else: the smallest in front
 };
 
 // Of rows [row_begin, row_end) of every token: those that can be among its largest logits are

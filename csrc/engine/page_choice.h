@@ -16,9 +16,9 @@ bool chooses_pages(const AttentionPolicy& policy, int64_t position);
 int64_t max_pages_read(const AttentionPolicy& policy, int64_t pages);
 
 // The queries [rows, dim] of a token, added up so that one dot product with a page's bounds (the
-// largest of every feature, then the smallest) is its score: max(q * most, q * least) added over
-// the queries is Q+ * most + Q- * least, Q+ the sum of positive queries and Q- that of the others.
-// sums: [2 * dim].
+// largest of every feature, then the smallest) is its score: max(q * largest, q * smallest) added
+// over the queries is Q+ * largest + Q- * smallest, Q+ the sum of positive queries and Q- that of
+// the others. sums: [2 * dim].
 void add_queries(const float* queries, int64_t rows, int64_t dim, float scale, float* sums);
 
 // Scratch memory to choose of up to `pages`.

@@ -141,7 +141,8 @@ Level level_of_few(const Values& v, Measure measure, double target, double befor
   return level;
 }
 
-// The least value above a bound, with all of its equals; `above` is their measure and that of more.
+// The smallest value above a bound, with all of its equals; `above` is their measure and that of
+// more.
 Level min_above(const Values& v, float bound, double above) {
   Level level = {kInfinity, 0, above};
   for (int64_t i = 0; i < v.count; ++i) {

@@ -83,8 +83,8 @@ void read_dims(Cursor& in, const Where& where, TensorRecord& tensor) {
   const bool fits =
       tensor.packed() ? tensor.ndim == 2 : tensor.ndim >= 1 && tensor.ndim <= kMaxDims;
   if (!fits) {
-    const std::string max = tensor.packed() ? "2 (packed)" : "1 to " + str(kMaxDims);
-    fail(ErrorCode::kNdim, at, where, "ndim " + max + ", got " + str(tensor.ndim));
+    const std::string range = tensor.packed() ? "2 (packed)" : "1 to " + str(kMaxDims);
+    fail(ErrorCode::kNdim, at, where, "ndim " + range + ", got " + str(tensor.ndim));
   }
   for (std::uint32_t i = 0; i < tensor.ndim; ++i) {
     const std::uint64_t dim_at = in.offset();

@@ -85,7 +85,7 @@ constexpr int64_t kAttentionChunk = 64;
 constexpr int64_t kNothingHidden = INT64_MIN / 2;
 
 // Of bfloat16 caches: how many elements, or positions, a chain of sums takes before it is added to
-// what came before; and the least magnitude of what is written, multiplied or weighed.  Every
+// what came before; and the smallest magnitude of what is written, multiplied or weighed.  Every
 // product of two such numbers is a multiple of 2^-124, so no sum of them is ever denormal, and
 // units that flush denormals agree with those that do not.
 constexpr int64_t kPairGroup = 32;

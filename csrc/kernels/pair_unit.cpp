@@ -14,7 +14,7 @@ namespace {
 constexpr int kLanes = 16, kSteps = 16;
 constexpr int64_t kFirstUse = 40;  // products of a kind: 60,000 pairs in all
 
-// A bfloat16, as the upper half of a word, whose exponent is in [least, least + range).
+// A bfloat16, as the upper half of a word, whose exponent is in [min, min + range).
 struct Kind {
   uint32_t min, range;
   bool takes_back;  // every other step takes back the one before it, but for some last bits

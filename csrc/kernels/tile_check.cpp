@@ -66,7 +66,7 @@ uint32_t int8_output(const TileOperands& t, int m, int n, bool signed_a, bool si
 
 // ---- operands -----------------------------------------------------------------------------------
 
-// Floats whose exponent is in [least, least + range), some of them special.
+// Floats whose exponent is in [min, min + range), some of them special.
 struct Kind {
   uint32_t min, range;      // of a and b
   uint32_t c_min, c_range;  // of c
@@ -77,7 +77,7 @@ constexpr Kind kKinds[] = {
     {0, 256, 0, 256, 0x7fffff, 16},   // anything
     {123, 8, 120, 14, 0x7fffff, 0},   // of a size
     {107, 40, 90, 75, 0x7fffff, 0},   // of many sizes
-    {60, 9, 0, 16, 0x7fffff, 0},      // products about the least normal number
+    {60, 9, 0, 16, 0x7fffff, 0},      // products about the smallest normal number
     {186, 8, 240, 14, 0x7fffff, 0},   // products about the largest
     {126, 3, 124, 12, 0x700000, 0},   // ties
     {0, 3, 1, 250, 0x7fffff, 4},      // denormal operands

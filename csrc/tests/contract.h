@@ -493,7 +493,7 @@ inline double noise_of_bits(uint32_t bits) {
 }
 
 inline void add_noise_row(const float* x, int64_t n, float temperature, uint64_t key, int64_t first,
-                          float /*least*/, float* out) {
+                          float /*threshold*/, float* out) {
   for (int64_t i = 0; i < n; ++i) {
     const double noise = noise_of_bits(noise_bits(key, first + i));
     out[i] = static_cast<float>(double{temperature} * noise + double{x[i]});

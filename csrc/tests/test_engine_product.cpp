@@ -269,13 +269,13 @@ void cuts_for_threads(const KernelTable& kernels) {
                                 threads);
   };
   for (const int64_t tokens : {1, 16, 128, 512}) {
-    const int64_t max = cut_of(tokens, false, 1).blocking.tokens;
+    const int64_t max_tokens = cut_of(tokens, false, 1).blocking.tokens;
     for (const int64_t threads : {1, 2, 8, 16, 32, 64}) {
       begin_case("%s, %d tokens for %d threads", kernels.name, static_cast<int>(tokens),
                  static_cast<int>(threads));
       const ProductPlan cut = cut_of(tokens, true, threads), plain = cut_of(tokens, false, threads);
       CHECK(plain.k_parts == 1 && plain.sums == 0, "%d parts", static_cast<int>(plain.k_parts));
-      const int64_t blocks = (tokens + max - 1) / max;
+      const int64_t blocks = (tokens + max_tokens - 1) / max_tokens;
       if (threads < 3)
         CHECK(cut.token_blocks == (threads == 1 ? 0 : blocks) && cut.k_parts == 1, "another cut");
       if (threads < 3 || tokens == 1) continue;
@@ -357,7 +357,7 @@ void tokens_in_tiles() {
   const Tokens x(random, kernels, 100, 64);
   const Projection p = make_sums(w.weight, nullptr);
   const ClaimRule rule = Product(kernels, x.buffer.view(), &p, 1).claim();
-  CHECK(rule.min * w.weight.block_rows == 64 && rule.parts == 3, "least %d, parts %d",
+  CHECK(rule.min * w.weight.block_rows == 64 && rule.parts == 3, "min %d, parts %d",
         static_cast<int>(rule.min), static_cast<int>(rule.parts));
 }
 

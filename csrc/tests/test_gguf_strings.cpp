@@ -58,7 +58,7 @@ Expected walk_again(const Buffer& bytes, std::uint64_t count, std::uint64_t max)
     std::uint64_t length = 0;
     for (int i = 7; i >= 0; --i) length = length << 8 | bytes[at + static_cast<std::uint64_t>(i)];
     if (length > max) return out.fault = Fault::kTooLong, out.at = length, out;
-    if (at + 8 + length > size) return out.fault = Fault::kEnds, out;  // most is small: no overflow
+    if (at + 8 + length > size) return out.fault = Fault::kEnds, out;  // max is small: no overflow
     for (std::uint64_t i = 0; i < length;) {
       const std::size_t taken = decoded(bytes.data() + at + 8 + i, length - i);
       if (taken == 0) return out.fault = Fault::kUtf8, out.at = at + 8 + i, out;

@@ -85,8 +85,8 @@ struct Quantized {
   std::vector<float> worth;  // of every group, or one for all
 };
 
-// round_half_even(v * (limit / a)), a = the largest magnitude, at least `min`.  The order of the
-// float32 operations is the definition's.
+// round_half_even(v * (limit / a)), a = the largest magnitude, at least 1e-30 or 1e-5.  The order
+// of the float32 operations is the definition's.
 void quantize_part(const float* x, int64_t count, ActivationFormat format, Quantized& q) {
   float max = 0;
   for (int64_t i = 0; i < count; ++i) max = std::max(max, std::fabs(x[i]));

@@ -52,7 +52,7 @@ Rows rows_of(std::vector<float> x, int64_t dim) {
   return rows;
 }
 
-// Magnitudes from 2^-64 to 2^20: a few vanish, products reach the least that does not.
+// Magnitudes from 2^-64 to 2^20: a few vanish, products reach the smallest that does not.
 std::vector<float> spread_floats(Random& random, int64_t n) {
   std::vector<float> x(at(n));
   for (float& v : x) v = std::ldexp(random.unit(), static_cast<int>(random.below(84)) - 64);

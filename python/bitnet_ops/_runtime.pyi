@@ -214,7 +214,7 @@ def xxh64(data: Buffer) -> int:
     """XXH64 with seed 0 of contiguous bytes."""
 
 def gguf_strings(
-    data: Buffer, offset: int, count: int, most_bytes: int, first: int, stride: int
+    data: Buffer, offset: int, count: int, max_bytes: int, first: int, stride: int
 ) -> tuple[int, int, int, int, bytes]:
     """Walk strings of a GGUF array: count, end, fault, at, marks of csrc/format/gguf_strings.h."""
 

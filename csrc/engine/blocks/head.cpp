@@ -69,7 +69,7 @@ class HeadState final : public BlockState {
   // Of each token the best logit so far, with its noise, and its row (largest_rows).
   std::array<std::atomic<uint64_t>, kMaxBest> best_{};
   // Where more than the best are wanted, each thread's largest so far: [partitions][logit_count]
-  // [largest], every row a heap with the least in front.
+  // [largest], every row a heap with the smallest in front.
   std::vector<float> heaps_;
 };
 

@@ -39,7 +39,7 @@ class Keys {
   // A word; the one without `otherwise` has to be there.
   std::string word(std::string_view key);
   std::string word(std::string_view key, const char* otherwise);
-  // From least to most.
+  // From min to max.
   int64_t integer(std::string_view key, int64_t min, int64_t max);
   int64_t integer(std::string_view key, int64_t min, int64_t max, int64_t otherwise);
   // Finite.

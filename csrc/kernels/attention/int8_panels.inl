@@ -122,7 +122,7 @@ struct QuadPanels {
   }
 };
 
-// The keys of a chunk against R queries; they see nothing beside positions [from, most).
+// The keys of a chunk against R queries; they see nothing beside positions [from, end).
 template <int R>
 void dot_panels(const AttentionChunk& c, const QuadPanels& panels, const int16_t* wide,
                 int64_t from, int64_t end, int32_t* dots) {
