@@ -24,11 +24,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bitnet_ops.formats import sglbitnt
-from bitnet_ops.loading.resolve import ENVIRONMENT, Found, LoadError, cache_directory, find
+from bitnet_ops.formats.gguf import is_gguf
+from bitnet_ops.loading.resolve import (
+    ENVIRONMENT,
+    Found,
+    LoadError,
+    cache_directory,
+    find,
+    mmproj_beside,
+)
 from bitnet_ops.untrusted import printable
 
 CONVERTED = "converted"  # the folder of conversions in the cache directory
-_VERSION = 3  # of what is converted how; raise it when conversions of old are not to be used
+_VERSION = 4  # of what is converted how; raise it when conversions of old are not to be used
 _REPORT = "report.json"
 _CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.jinja", "1_Pooling/config.json")
 _OURS = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*-[0-9a-f]{32}")  # a name that `_name` makes
@@ -124,6 +132,8 @@ def _name(source: Path) -> str:
     files = [source]
     if source.is_dir():
         files = sorted({file for p in _CHECKPOINT_FILES for file in source.glob(p)})
+    elif is_gguf(source):
+        files += mmproj_beside(source)
     about: list[object] = [
         _VERSION,
         importlib.metadata.version("bitnet-ops"),

@@ -127,8 +127,7 @@ MODELS = [(form, name) for form, (_, names) in FORMS.items() for name in names]
 
 
 BESIDE = {
-    "nested": ["tensors left out: 2 of a tower for images, 3 of layers that draft tokens"],
-    "mlx": ["tensors left out: 1 of a tower for images"],
+    "nested": ["tensors left out: 3 of layers that draft tokens"],
     "PQ2_0": ["tensors left out: 2 of layers that draft tokens, 1 of a tower for images"],
 }
 

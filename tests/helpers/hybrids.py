@@ -30,6 +30,7 @@ from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import save_file
 
 import beside
+import towers
 from gguf_bytes import gguf, key, ptq1_0, q2_0
 
 GROUP = 128
@@ -223,8 +224,9 @@ def text_config(made: Hybrid) -> dict[str, Any]:
     }
 
 
-def nested_config(made: Hybrid) -> dict[str, Any]:
+def nested_config(made: Hybrid, tower: towers.Sizes | None = None) -> dict[str, Any]:
     """config.json as published: the decoder under text_config, a tower for images beside it."""
+    stub = {"depth": 1, "hidden_size": 32, "model_type": "qwen3_5"}
     text = text_config(made)
     del text["architectures"]
     vocab = made.sizes.vocab
@@ -235,7 +237,7 @@ def nested_config(made: Hybrid) -> dict[str, Any]:
         "text_config": {**text, "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False},
         "tie_word_embeddings": made.sizes.tied,
         "video_token_id": vocab - 6,
-        "vision_config": {"depth": 1, "hidden_size": 32, "model_type": "qwen3_5"},
+        "vision_config": stub if tower is None else tower.config(),
         "vision_end_token_id": vocab - 7,
         "vision_start_token_id": vocab - 8,
     }
@@ -291,31 +293,51 @@ def converted_config(made: Hybrid) -> dict[str, Any]:
 # Files --------------------------------------------------------------------------------------------
 
 
+def tower_sizes(made: Hybrid) -> towers.Sizes:
+    """Of a tower that fits the model."""
+    return towers.Sizes(out_hidden_size=made.sizes.hidden)
+
+
 def write_unpacked(
-    folder: Path, made: Hybrid, *, nested: bool = False, dtype: torch.dtype = torch.float16
+    folder: Path,
+    made: Hybrid,
+    *,
+    nested: bool = False,
+    dtype: torch.dtype = torch.float16,
+    tower: towers.Sizes | None = None,
 ) -> Path:
-    """Safetensors of an unrotated model; `nested`: as published, with a tower and MTP layers.
+    """Safetensors of an unrotated model; `nested`: as published, with MTP layers, and a tower.
 
     A rotated one has no such form: what its matrices stand for is not ternary.
     """
     folder.mkdir(parents=True)
-    config = nested_config(made) if nested else text_config(made)
+    config = nested_config(made, tower) if nested else text_config(made)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     tensors = {name: tensor.to(dtype) for name, tensor in state_dict(made).items()}
     if nested:
         inner = "model.language_model."
         tensors = {n.replace("model.", inner, 1): tensor for n, tensor in tensors.items()}
         tensors |= {name: torch.ones(4, dtype=dtype) for name in BESIDE}
+    if tower is not None:
+        (folder / "preprocessor_config.json").write_text(json.dumps(towers.PREPROCESSOR))
+        values = towers.tensors(tower).items()
+        tensors |= {f"model.visual.{name}": value.to(dtype) for name, value in values}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-# tensors beside the decoder's: a tower for images, layers that predict further tokens
-BESIDE = ("model.visual.patch_embed.proj.weight", "model.visual.merger.norm.bias",
-          "mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.mlp.up_proj.weight")  # fmt: skip
+# tensors beside the decoder's: layers that predict further tokens
+BESIDE = ("mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.mlp.up_proj.weight")
 
 
-def write_mlx(folder: Path, made: Hybrid, *, schema: int = 2, **change: Any) -> Path:
+def write_mlx(
+    folder: Path,
+    made: Hybrid,
+    *,
+    schema: int = 2,
+    tower: towers.Sizes | None = None,
+    **change: Any,
+) -> Path:
     """An MLX package: of a rotated model prism_hadamard_qwen35, else mlx-lm's plain form.
 
     Norms hold 1 + w, convolutions are [channels, kernel, 1]. `change`: of tensors by their name,
@@ -323,7 +345,7 @@ def write_mlx(folder: Path, made: Hybrid, *, schema: int = 2, **change: Any) -> 
     """
     folder.mkdir(parents=True)
     options = {"bits": 2, "group_size": GROUP, "mode": "affine"}
-    about = {**nested_config(made), "quantization": options}
+    about = {**nested_config(made, tower), "quantization": options}
     if made.signs:
         modules = [
             {"path": n, "block": made.sizes.block, "embedding": "embed" in n, "dtype": "float16"}
@@ -339,7 +361,8 @@ def write_mlx(folder: Path, made: Hybrid, *, schema: int = 2, **change: Any) -> 
         }  # fmt: skip
         del about["architectures"]
     else:  # save_config of mlx-lm
-        del about["vision_config"]
+        if tower is None:
+            del about["vision_config"]
         about["quantization_config"] = options
     tensors: dict[str, np.ndarray] = {}
     for module, codes in made.codes.items():
@@ -353,7 +376,9 @@ def write_mlx(folder: Path, made: Hybrid, *, schema: int = 2, **change: Any) -> 
         tensors[name] = multiplies(name, turned)
     if schema == 2:
         tensors = {f"language_model.{name}": value for name, value in tensors.items()}
-        tensors["vision_tower.patch_embed.proj.weight"] = np.ones(4, dtype=np.float32)
+    if tower is not None:
+        values = towers.mlx(towers.tensors(tower)).items()
+        tensors |= {f"vision_tower.{name}": value.numpy() for name, value in values}
     for name, changed in change.items():
         (about if name in about else tensors)[name] = changed
     found = {n: np.ascontiguousarray(v) for n, v in tensors.items() if v is not None}

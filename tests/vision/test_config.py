@@ -11,12 +11,6 @@ import towers
 from bitnet_ops.config import UnsupportedModelError
 from bitnet_ops.vision.config import IMAGE_TOKENS, VisionConfig
 
-PUBLISHED = {  # preprocessor_config.json
-    "size": {"longest_edge": 16_777_216, "shortest_edge": 65_536}, "patch_size": 16,
-    "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5], "processor_class": "Qwen3VLProcessor",
-    "image_processor_type": "Qwen2VLImageProcessorFast",
-}  # fmt: skip
 GGUF = {
     "general.architecture": "clip", "general.type": "mmproj", "clip.has_vision_encoder": True,
     "clip.projector_type": "qwen3vl_merger", "clip.use_gelu": True, "clip.vision.image_size": 768,
@@ -42,7 +36,7 @@ def test_a_published_config() -> None:
               "hidden_act": "gelu_pytorch_tanh"}  # fmt: skip
     ids = {"image_token_id": 248_056, "vision_start_token_id": 248_053,
            "vision_end_token_id": 248_054, "video_token_id": 248_057}  # fmt: skip
-    found = VisionConfig.from_hf({"vision_config": vision, **ids}, PUBLISHED)
+    found = VisionConfig.from_hf({"vision_config": vision, **ids}, towers.PREPROCESSOR)
     assert found == VisionConfig(27, 1152, 16, 4304, 4096)
     assert (found.head_dim, found.position_side, found.patch_features) == (72, 48, 768)
     assert (found.min_pixels, found.max_pixels) == (65_536, 16_777_216)

@@ -70,6 +70,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='take the tokenizer files from DIR instead of a GGUF file\'s metadata, or "none"',
     )
     parser.add_argument(
+        "--mmproj",
+        metavar="FILE",
+        help="GGUF file with the model's tower for images (by default: the checkpoint's own, or "
+        "the mmproj file beside a GGUF file)",
+    )
+    parser.add_argument(
+        "--no-vision",
+        action="store_true",
+        help="leave the tower for images out: the model reads texts alone",
+    )
+    parser.add_argument(
         "--trust-scales",
         action="store_true",
         help="convert packed weights although their scales look as if taken in the wrong sense",
@@ -86,6 +97,8 @@ def check(args: argparse.Namespace) -> None:
     """Reject options that ask for nothing."""
     if args.text is not None and not args.verify:
         raise UsageError("convert: expected --text only with --verify, got it alone; add --verify")
+    if args.mmproj is not None and args.no_vision:
+        raise UsageError("convert: expected --mmproj or --no-vision, got both; choose one of them")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -112,5 +125,7 @@ def _convert(args: argparse.Namespace, progress: Progress | None) -> ConvertRepo
         i2s_layout=args.i2s_layout,
         q2_block=args.q2_block,
         tokenizer=args.tokenizer,
+        mmproj=args.mmproj,
+        vision=not args.no_vision,
         progress=progress,
     )

@@ -14,7 +14,7 @@ from bitnet_ops.cli.terminal import print_result
 from bitnet_ops.errors import counted
 
 # of the private block: not shown as they stand
-_APART = ("format_version", "verified")
+_APART = ("format_version", "verified", "vision")
 _WIDEST = 200  # characters of a value of the private block
 _COLUMNS = ("tensor", "format", "shape", "scale", "-1 / 0 / +1 %", "sha256")
 _LEAST = 3  # columns that are shown however narrow the terminal is: a name is never broken
@@ -129,6 +129,13 @@ def _summary(report: dict[str, Any]) -> list[str]:
         )
     if t["tensors"]:
         lines.append(f"all     {t['bits_per_parameter']:.3f} bits per parameter")
+    if (tower := report["vision"]) is not None:
+        lines.append(
+            f"tower   {tower['tensors']:>5} tensors of these, {tower['bytes']:,} bytes: images of "
+            f"{tower['min_pixels']:,} to {tower['max_pixels']:,} pixels, {tower['depth']} blocks "
+            f"of {tower['hidden_size']:,} features ({tower['num_heads']} heads, MLP "
+            f"{tower['intermediate_size']:,}), rows of {tower['out_hidden_size']:,}"
+        )
     block = report["bitnet_ops"] if isinstance(report["bitnet_ops"], dict) else {}
     lines += [f"{key}: {_short(value)}" for key, value in block.items() if key not in _APART]
     if isinstance(verified := block.get("verified"), dict):

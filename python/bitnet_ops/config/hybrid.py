@@ -41,7 +41,7 @@ _IMAGE_ROPE = ("mrope_section", "mrope_interleaved")
 _SHARED = {"architectures", "model_type", "quantization_config", "tie_word_embeddings",
            PRIVATE_BLOCK}  # fmt: skip
 _KNOWN = READ | HARMLESS | MATHS.keys() | REMARKS.keys() | KEYS
-# its own: the decoder's dictionary, the tower that is not run, ids of its tokens
+# its own: the decoder's dictionary, the tower for images (vision/config.py), ids of its tokens
 _OUTER = {"text_config", "vision_config", "image_token_id", "video_token_id",
           "vision_start_token_id", "vision_end_token_id", "language_model_only",
           "generation_config"}  # fmt: skip

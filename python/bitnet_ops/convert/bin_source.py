@@ -7,6 +7,7 @@ left out.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,9 +22,12 @@ from bitnet_ops.convert.checkpoint import copy_tokenizer
 from bitnet_ops.convert.errors import ConvertError, listed, reject
 from bitnet_ops.convert.plan import LARGEST_SCALE
 from bitnet_ops.convert.source import Plan, Source, Ternary
+from bitnet_ops.convert.tower import Tower, image_ids
 from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, is_sglbitnt, model_file
 from bitnet_ops.loading.model_contents import completed_config, own_tensors
 from bitnet_ops.models import TensorError, TensorSpec, check_names, expected_tensors
+from bitnet_ops.vision.weights import KEY, PREFIX, vision_config
+from bitnet_ops.vision.weights import shapes as tower_shapes
 
 
 def is_bin(path: str | Path) -> bool:
@@ -57,13 +61,18 @@ class BinSource(Source):
             "source_mode": f"version {reader.version}",
             "converter_version": importlib.metadata.version("bitnet-ops"),
         }
-        block = config.get(PRIVATE_BLOCK) or made  # null is none
+        block = dict(config.get(PRIVATE_BLOCK) or made)  # null is none
+        self._vision = vision_config(config)
+        block.pop(KEY, None)  # which says what is written, not what was read
         known = {**made, **block}  # the block of a synthetic model has neither
         origin = str(known["source_linear_class"]), str(known["source_mode"])
         scheme = Scheme(Storage.SGLBITNT, None, *origin)
         self.plan = Plan(model, scheme, specs, {n: n for n in specs}, config, block)
         self.remarks = list(model.notes)
-        copies = [name for name in reader.tensors if name not in tensors]
+        beside = set() if self._vision is None else {PREFIX + n for n in tower_shapes(self._vision)}
+        names = {n.removeprefix(PREFIX): n for n in beside}
+        self.plan = dataclasses.replace(self.plan, tower=names)
+        copies = [name for name in reader.tensors if name not in tensors and name not in beside]
         if copies:
             self.remarks.append(f"left out, since they repeat others: {listed(copies)}")
         if reader.config.get("model_type") is None:
@@ -107,6 +116,14 @@ class BinSource(Source):
         self._reader.check_data(name)
         return self._reader.tensor(name)
 
+    def own_tower(self) -> Tower | None:
+        if self._vision is None:
+            return None
+        return Tower(self._vision, self.path.name, lambda name: self.dense(PREFIX + name))
+
+    def image_ids(self) -> dict[str, int]:
+        return image_ids(self.path.parent)
+
     def holds_ternary(self, name: str) -> bool:
         return self._reader.tensors[name].packed
 
@@ -130,7 +147,10 @@ class BinSource(Source):
     def check_result(self, file: Path) -> None:
         """The new file must hold what the source does, bit for bit."""
         with Reader(file, check_codes=False) as made:
-            wrong = [name for name in self.plan.specs if not self._same(made, name)]
+            names = [*self.plan.specs]
+            if self.tower is not None and not self.tower.files:  # its own
+                names += [PREFIX + name for name in tower_shapes(self.tower.config)]
+            wrong = [name for name in names if not self._same(made, name)]
         if wrong:
             reject(
                 "verification-failed",

@@ -51,6 +51,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
+_PROCESSOR = "processor_config.json"  # where transformers 5 writes both
 _OLD_TEMPLATE, _NAMED_TEMPLATES = "chat_template.json", "additional_chat_templates"
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _DTYPE_NAMES = {
@@ -92,8 +93,8 @@ class Checkpoint:
     says that this happened. `packed_mlx`: the shapes of the weights that an MLX package holds in 2
     bits; `config` and `tensors` are then those of the floating checkpoint. `found`: of the private
     block, the rotation of a package that has one. `remarks`: what of config.json was not read. A
-    nested config.json is seen flat. Raises ConvertError for anything that is not a complete,
-    unambiguous checkpoint.
+    nested config.json is seen flat; `published` is the one in the folder. Raises ConvertError for
+    anything that is not a complete, unambiguous checkpoint.
     """
 
     def __init__(self, folder: str | Path, *, allow_pickle: bool = False) -> None:
@@ -108,6 +109,7 @@ class Checkpoint:
             reject("config-missing", f"config.json in {folder}", "a LoRA adapter",
                    "name the model it is for, and this folder by --lora")  # fmt: skip
         self.config = _read_object(self.folder, "config.json", "config-missing", "config-json")
+        self.published = self.config
         _reject_folded(self.folder, self.config)
         names, index = _weight_files(self.folder, allow_pickle)
         _check_links(self.folder, names)
@@ -182,6 +184,17 @@ class Checkpoint:
     def _as_stored(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._files[self._stored[name].file].get_tensor(name)
         return tensor
+
+    def preprocessor(self) -> tuple[dict[str, Any] | None, dict[str, Path]]:
+        """What the folder says of the pixels of images, and the file that says so."""
+        for name, key in (("preprocessor_config.json", None), (_PROCESSOR, "image_processor")):
+            if not (self.folder / name).is_file():
+                continue
+            found = _read_object(self.folder, name, "preprocessor", "preprocessor")
+            inner = found if key is None else found.get(key)
+            if isinstance(inner, dict):
+                return inner, {name: self.folder / name}
+        return None, {}
 
     @property
     def weight_bytes(self) -> int:

@@ -64,6 +64,7 @@ from bitnet_ops.loading.resolve import LoadError
 from bitnet_ops.models import TensorError, TensorSpec, check_names, expected_tensors
 from bitnet_ops.nn.packing import BLOCK
 from bitnet_ops.untrusted import UntrustedFileError, printable, read_json_object
+from bitnet_ops.vision.weights import vision_config
 
 TYPES = {"i2_s": "I2_S", "tq1_0": "TQ1_0", "tq2_0": "TQ2_0", "pq2_0": "PQ2_0"}
 _FILE_TYPES = {"I2_S": 40, "TQ1_0": 36, "TQ2_0": 37}  # general.file_type
@@ -174,6 +175,11 @@ def export_gguf(
         raise ConvertError("write-failed", f"export: {target.name}: {said}") from error
     except OSError as error:
         reject("write-failed", f"to write {target}", str(error), "nothing was kept")
+    if export.has_tower:
+        remarks.append(
+            "the tower for images was left out: other programs want it as an mmproj file, which "
+            "the model's makers publish"
+        )
     if export.rounding:
         kept = "; converting back restores the float32 ones, other programs use the rounded ones"
         remarks.append(
@@ -240,6 +246,7 @@ class _Export:
         check_names(self.model, own_tensors(reader, self.model))
         self.specs: dict[str, TensorSpec] = dict(expected_tensors(self.model))
         self._reader = reader
+        self.has_tower = vision_config(reader.config) is not None
         self._scales: dict[str, float] = {}
         for name, spec in self.specs.items():
             if self.type == "PQ2_0" and reader.tensors[name].packed:

@@ -42,6 +42,7 @@ from bitnet_ops.convert.gguf_config import (
 from bitnet_ops.convert.gguf_tokenizer import tokenizer_files
 from bitnet_ops.convert.source import EMBEDDING, HEAD, Plan, Source, Ternary, Uneven, model_of
 from bitnet_ops.convert.ternary import SPREAD, check_finite, from_ternary, looks_ternary
+from bitnet_ops.convert.tower import vocabulary_ids
 from bitnet_ops.errors import install
 from bitnet_ops.formats import gguf_layouts as layouts
 from bitnet_ops.formats.gguf import MAX_TENSORS, GgufError, Reader, TensorInfo, is_strings
@@ -204,6 +205,9 @@ class GgufSource(Source):
         if net is None or columns is None:
             return found
         return hybrid.with_columns(found, columns, net.value_dim, name)
+
+    def image_ids(self) -> dict[str, int]:
+        return vocabulary_ids(self.reader.metadata.get("tokenizer.ggml.tokens"))
 
     def unwritten_rows(self, name: str) -> int:
         info = self.infos[name]

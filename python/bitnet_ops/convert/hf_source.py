@@ -7,6 +7,8 @@ as merging with peft in bf16 does, would lose a part of the adapter.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -26,6 +28,7 @@ from bitnet_ops.convert.ternary import (
     looks_ternary,
     packed_scale,
 )
+from bitnet_ops.convert.tower import Stored, Tower, checkpoint_tower, image_ids
 from bitnet_ops.nn.lora import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -126,6 +129,12 @@ class HfSource(Source):
         """(codes int8 [N, K], multiplying scale) of the packed weight `name`."""
         rows = self.plan.specs[name].shape[0]
         return from_packed(name, self.tensor(name), rows), self._scale(name)
+
+    def own_tower(self) -> Tower | None:
+        return tower_of(self.checkpoint, self.plan.tower)
+
+    def image_ids(self) -> dict[str, int]:
+        return image_ids(self.path)
 
     def unwritten_rows(self, name: str) -> int:
         return self.checkpoint.unwritten_rows(self.plan.stored[name])
@@ -239,3 +248,18 @@ class HfSource(Source):
         if buffers := sum(name.endswith(".rotary_emb.inv_freq") for name in plan.stored):
             remarks.append(f"{buffers} rotary inv_freq buffers follow from rope_theta; ignored")
         return [*remarks, *([plan.scheme.remark] if plan.scheme.remark else [])]
+
+
+def tower_of(checkpoint: Checkpoint, names: Mapping[str, str]) -> Tower | None:
+    """The tower for images of a checkpoint; `names`: stored ones by names inside it (Naming).
+
+    None without one, or where config.json does not say what its tensors are.
+    """
+    published = checkpoint.published
+    if not names or not isinstance(published.get("vision_config"), Mapping):
+        return None
+    preprocessor, files = checkpoint.preprocessor()
+    shapes = {name: checkpoint.tensors[stored].shape for name, stored in names.items()}
+    stored = Stored(shapes, lambda name: checkpoint.tensor(names[name]))
+    found = checkpoint_tower(published, preprocessor, image_ids(checkpoint.folder), stored)
+    return dataclasses.replace(found, files=files)

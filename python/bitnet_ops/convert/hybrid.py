@@ -64,12 +64,15 @@ def _without_prefix(name: str) -> str:
     return name
 
 
+def tower_name(name: str) -> str | None:
+    """A tensor of the tower for images by its name inside it; None for any other."""
+    name = _without_prefix(name)
+    return next((name.removeprefix(p) for p in _TOWER if name.startswith(p)), None)
+
+
 def left_out(names: Iterable[str]) -> list[str]:
-    """A remark on the tensors of a checkpoint beside its decoder, if there are any."""
-    plain = [_without_prefix(name) for name in names]
-    kinds = [TOWER if name.startswith(_TOWER) else DRAFTS for name in plain
-             if name.startswith((*_TOWER, *_DRAFTS))]  # fmt: skip
-    return counted(sorted(kinds))
+    """A remark on the layers of a checkpoint that draft tokens, if there are any."""
+    return counted(DRAFTS for name in names if _without_prefix(name).startswith(_DRAFTS))
 
 
 def counted(kinds: Iterable[str]) -> list[str]:

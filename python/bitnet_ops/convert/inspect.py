@@ -26,15 +26,19 @@ from bitnet_ops.convert import hybrid
 from bitnet_ops.convert.checkpoint import Checkpoint
 from bitnet_ops.convert.errors import ConvertError, said_by
 from bitnet_ops.convert.gguf_source import GgufSource, dense, ternary
+from bitnet_ops.convert.hf_source import tower_of
 from bitnet_ops.convert.plan import find_naming
 from bitnet_ops.convert.source import Uneven
 from bitnet_ops.convert.ternary import looks_ternary, uneven_of
+from bitnet_ops.convert.tower import Tower
 from bitnet_ops.formats import gguf, gguf_layouts
 from bitnet_ops.formats.sglbitnt import MODEL_FILE, Reader, SglbitntError, model_file
 from bitnet_ops.loading.model_contents import model_config, own_tensors
 from bitnet_ops.loading.resolve import local_path
 from bitnet_ops.models import TensorError, check_names, expected_tensors
 from bitnet_ops.nn.packing import multiplying_scale, unpack_hf
+from bitnet_ops.vision.config import VisionConfig
+from bitnet_ops.vision.weights import PREFIX, shapes, vision_config
 
 
 @said_by("inspect")
@@ -42,8 +46,8 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Everything about the model at `path` as plain numbers and strings.
 
     Keys: file, kind, bytes, model_type, bitnet_ops (the config's private block or None), tensors
-    (a list: name, format, shape, scale, scales, minus, zero, plus, nbytes, sha256), totals and
-    remarks.
+    (a list: name, format, shape, scale, scales, minus, zero, plus, nbytes, sha256), totals, vision
+    (sizes of a tower for images, its tensors and their bytes; None without one) and remarks.
     Shapes are logical, [N, K]; where nothing gives K it is 4 times the row bytes, and a remark says
     so. `scale` is a tensor's only one; where there are more, `scales` has their shape, smallest and
     largest. Raises SglbitntError, GgufError or ConvertError for a file that is damaged.
@@ -58,6 +62,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         "bitnet_ops": source.config.get(PRIVATE_BLOCK),
         "tensors": rows,
         "totals": _totals(rows),
+        "vision": _vision(source, rows),
         "remarks": source.remarks,
     }
 
@@ -83,6 +88,13 @@ def _row(source: Contents, name: str) -> dict[str, Any]:
         "nbytes": entry.nbytes,
         "sha256": hashlib.sha256(source.memory(name)).hexdigest(),
     }
+
+
+def _vision(source: Contents, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    if source.vision is None:
+        return None
+    own = [row["nbytes"] for row in rows if row["name"].startswith(PREFIX)]
+    return {**source.vision.to_json(), "tensors": len(own), "bytes": sum(own)}
 
 
 def _totals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -149,6 +161,7 @@ class Contents(Protocol):
     nbytes: int
     config: Mapping[str, Any]
     entries: dict[str, Entry]
+    vision: VisionConfig | None
 
     @property
     def remarks(self) -> list[str]:
@@ -196,6 +209,7 @@ class BinContents:
         self.kind = f"SGLBITNT version {self.reader.version}"
         self.config: Mapping[str, Any] = self.reader.config
         known, self.remarks = _in_features(self.reader)
+        self.vision = _vision_of(self.reader, self.remarks)
         self.entries = {}
         for name, info in self.reader.tensors.items():
             shape = list(info.shape)
@@ -225,6 +239,14 @@ class BinContents:
         minus, zero, plus = self.reader.code_counts(name)
         padding = _WEIGHTS_PER_BYTE * info.shape[1] - self.entries[name].shape[1]
         return minus, zero - info.shape[0] * padding, plus
+
+
+def _vision_of(reader: Reader, remarks: list[str]) -> VisionConfig | None:
+    try:
+        return vision_config(reader.config)
+    except UnsupportedModelError as error:
+        remarks += [str(error)] if str(error) not in remarks else []
+        return None
 
 
 def _in_features(reader: Reader) -> tuple[dict[str, int], list[str]]:
@@ -281,6 +303,25 @@ class CheckpointContents:
             if self._hybrid:
                 shape = hybrid.shape_here(name, shape)
             self.entries[name] = Entry(name, stored, kind, tuple(shape), size)
+        self._tower = self._read_tower(naming.tower)
+        self.vision = None if self._tower is None else self._tower.config
+
+    def _read_tower(self, names: Mapping[str, str]) -> Tower | None:
+        """The tower for images, listed as a conversion has it; a remark where it has none."""
+        try:
+            tower = tower_of(self.source, names)
+        except ConvertError as error:
+            self._remarks.append(f"no tower for images: {error}")
+            return None
+        if tower is None:
+            self._remarks += hybrid.counted([hybrid.TOWER] * len(names))
+            return None
+        for name, shape in shapes(tower.config).items():
+            kind = self.source.tensors[names[name]].dtype
+            kind = _HF_DTYPES.get(kind, kind)
+            size = self._nbytes(names[name])
+            self.entries[PREFIX + name] = Entry(PREFIX + name, names[name], kind, shape, size)
+        return tower
 
     def _packed(self, stored: str) -> bool:
         record = self.source.tensors.get(stored)
@@ -293,6 +334,9 @@ class CheckpointContents:
         return math.prod(record.shape) * _HF_BYTES.get(record.dtype, 1)
 
     def _tensor(self, name: str) -> Tensor:
+        if name.startswith(PREFIX):
+            assert self._tower is not None
+            return self._tower.read(name.removeprefix(PREFIX)).contiguous()
         return self.source.tensor(self.entries[name].stored)
 
     def values(self, name: str) -> Values:
@@ -308,6 +352,8 @@ class CheckpointContents:
     def _multiplier(self, name: str, tensor: Tensor) -> Tensor:
         """A norm as what it multiplies by, 1 + w where the family stores w; others as they are."""
         family = self._family
+        if name.startswith(PREFIX):
+            return tensor
         if self._hybrid:
             tensor = hybrid.as_here(name, tensor)
         if family is None or not family.norm_offset or not name.endswith("norm.weight"):
@@ -363,6 +409,7 @@ class GgufContents:
     def __init__(self, path: Path, i2s_layout: str = "a") -> None:
         self.path, self.reader, self._layout = path, gguf.Reader(path), i2s_layout
         self.kind, self.nbytes = "GGUF", self.reader.size
+        self.vision: VisionConfig | None = None  # in a file of its own
         self._remarks: list[str] = []
         self._uneven: dict[str, Uneven | None] = {}
         self._source: GgufSource | None = None

@@ -35,7 +35,14 @@ from bitnet_ops.config.scheme import (
 )
 from bitnet_ops.convert.checkpoint import TensorRecord
 from bitnet_ops.convert.errors import ConvertError, listed, reject
-from bitnet_ops.convert.hybrid import NOT_TERNARY, is_gate, left_out, own_name, stored_shapes
+from bitnet_ops.convert.hybrid import (
+    NOT_TERNARY,
+    is_gate,
+    left_out,
+    own_name,
+    stored_shapes,
+    tower_name,
+)
 from bitnet_ops.convert.source import EMBEDDING, HEAD, Plan, model_of
 from bitnet_ops.models import TensorSpec, expected_tensors
 from bitnet_ops.untrusted.patterns import PatternError, matches
@@ -125,6 +132,7 @@ def make_plan(
         {**_private_block(model, scheme), **shown},
         tied_head,
         (*model.notes, *naming.remarks),
+        naming.tower,
     )
 
 
@@ -416,12 +424,14 @@ class Naming:
 
     `found` goes into the private block of the config, where ModelConfig.from_hf reads it.
     `bitlinear_norms`: the checkpoint spells norms inside its projections as BitLinear code does.
+    `tower`: stored names of a tower for images, by their names inside it.
     """
 
     stored: dict[str, str]
     found: dict[str, Any]
     bitlinear_norms: bool
     remarks: tuple[str, ...]
+    tower: dict[str, str]
 
 
 def find_naming(config: Mapping[str, Any], family: Family | None, names: Iterable[str]) -> Naming:
@@ -429,7 +439,11 @@ def find_naming(config: Mapping[str, Any], family: Family | None, names: Iterabl
     prefix = _wrapper_prefix(names := list(names))
     given, names = names, [name.removeprefix(prefix) for name in names]
     beside: list[str] = []
+    tower: dict[str, str] = {}
     if family is not None and family.hybrid:
+        for whole, name in zip(given, names, strict=True):
+            if (inside := tower_name(name)) is not None:
+                tower[inside] = whole
         beside = left_out(names)
         owned = {whole: own_name(name) for whole, name in zip(given, names, strict=True)}
         given, names = [n for n in given if owned[n]], [n for n in owned.values() if n]
@@ -449,7 +463,7 @@ def find_naming(config: Mapping[str, Any], family: Family | None, names: Iterabl
         stored[here] = as_given
     if prefix:
         remarks = (*remarks, f"every name begins with {prefix}, which a wrapper left; taken away")
-    return Naming(stored, found, inner, remarks)
+    return Naming(stored, found, inner, remarks, tower)
 
 
 _WRAPPERS = ("module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from bitnet_ops.config import ModelConfig, UnsupportedModelError
 from bitnet_ops.config.scheme import Scheme
 from bitnet_ops.convert.errors import ConvertError, reject
 from bitnet_ops.models import TensorSpec
+
+if TYPE_CHECKING:
+    from bitnet_ops.convert.tower import Tower
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -29,6 +33,7 @@ class Plan:
     hf_config: config.json as the source has it, or as transformers would have it.
     block: the private block of the config, which says how the source was read.
     tied_head: the source repeats the embedding as lm_head.weight; they must be equal.
+    tower: name inside the tower for images -> name in the source, for every tensor of a checkpoint.
     """
 
     config: ModelConfig
@@ -39,6 +44,7 @@ class Plan:
     block: dict[str, Any]
     tied_head: bool = False
     remarks: tuple[str, ...] = ()
+    tower: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def renamed(self) -> bool:
@@ -111,7 +117,7 @@ class Source:
     """A checkpoint or file, opened and planned; a kind of source is a class derived from this.
 
     path: of the folder or file. nbytes: of its weights. noun: what messages call it. remarks: for
-    the report, complete once `finish` has run.
+    the report, complete once `finish` has run. tower: for images, where one is to be written.
     """
 
     path: Path
@@ -120,6 +126,8 @@ class Source:
     noun = "file"
     remarks: list[str]
     tokenizer_folder: Path | None = None  # the source's own, where it has files of it
+    tower: Tower | None = None
+    tower_remarks: Sequence[str] = ()
 
     def check(self) -> None:
         """Reject what only the data of the source shows, before anything is written."""
@@ -143,6 +151,14 @@ class Source:
     def release(self, name: str) -> None:
         """The data of `name` are not needed any more."""
 
+    def own_tower(self) -> Tower | None:
+        """The tower for images that the source itself holds."""
+        return None
+
+    def image_ids(self) -> dict[str, int]:
+        """Ids of the tokens of images (vision.config.IMAGE_TOKENS), those that are known."""
+        return {}
+
     def finish(self, folder: Path) -> list[str]:
         """Write what belongs beside model.bin (the tokenizer) into `folder`; returns the names."""
         raise NotImplementedError
@@ -154,9 +170,13 @@ class Source:
         """Every file that is read, by the name that a report has for it."""
         raise NotImplementedError
 
+    def all_files(self) -> dict[str, Path]:
+        """Those, and the files of the tower."""
+        return {**self.files(), **(self.tower.files if self.tower is not None else {})}
+
     def hashes(self) -> dict[str, str]:
         """SHA-256 of every file that was read, by name."""
-        return {name: file_sha256(path) for name, path in self.files().items()}
+        return {name: file_sha256(path) for name, path in self.all_files().items()}
 
 
 def file_sha256(path: Path) -> str:

@@ -36,12 +36,14 @@ from bitnet_ops.convert.source import (
     stamps,
 )
 from bitnet_ops.convert.ternary import (
+    check_finite,
     damage,
     from_ternary,
     implausible,
     implausible_dense,
     looks_ternary,
 )
+from bitnet_ops.convert.tower import with_tower
 from bitnet_ops.errors import counted
 from bitnet_ops.formats import destination
 from bitnet_ops.formats.destination import MODEL_FILE, MODEL_FOLDER, DestinationError, Kind
@@ -50,6 +52,8 @@ from bitnet_ops.formats.sglbitnt import SglbitntError, Writer
 from bitnet_ops.generate.tokenizer import TOKENIZER_FILE, Tokenizer, TokenizerError
 from bitnet_ops.loading.generation_config import GENERATION_CONFIG, complete_ends
 from bitnet_ops.loading.resolve import LoadError
+from bitnet_ops.vision.weights import KEY as VISION
+from bitnet_ops.vision.weights import PREFIX, shapes
 
 
 def convert(
@@ -67,6 +71,8 @@ def convert(
     i2s_layout: str | None = None,
     q2_block: int | None = None,
     tokenizer: str | Path | None = None,
+    mmproj: str | Path | None = None,
+    vision: bool = True,
     masters: dict[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> ConvertReport:
@@ -93,6 +99,9 @@ def convert(
         q2_block: 64 or 128, how many weights share a scale in GGUF tensors of type number 42,
             where the file's sizes and keys do not say.
         tokenizer: a folder whose tokenizer files to take instead of GGUF metadata, or "none".
+        mmproj: a GGUF file with the tower for images; None: the source's own, or of a GGUF file
+            the mmproj file in its folder that fits.
+        vision: False leaves the tower out; the result reads texts alone.
         masters: what is known of the masters, for the report; `quantize` gives it.
         progress: called as progress(done, total, tensor_name) before each tensor.
 
@@ -111,8 +120,16 @@ def convert(
         tokenizer=tokenizer,
     )
     options = {name: value for name, value in given.items() if value}
-    before = stamps(path)
-    with _write_errors(target), _opened(path, options) as opened:
+    if mmproj is not None and not vision:
+        reject("mmproj", "an mmproj file, or no tower for images", "both", "choose one of them")
+    before = stamps(path) | ({} if mmproj is None else stamps(Path(mmproj)))
+    with (
+        _write_errors(target),
+        _opened(path, options) as opened,
+        with_tower(opened, mmproj, vision and format_version > 1),
+    ):
+        for file in opened.all_files().values():
+            before.setdefault(file, stamp(file))
         check_destination(opened.path, target, force=force)
         opened.check()
         proof = (text,) if verify else None
@@ -181,7 +198,7 @@ def _run(
             if progress is not None:
                 progress(report.tensors, report.tensors, "comparing with the source")
             _prove(source, folder, report, None if text is None else Path(text))
-        for file in source.files().values():
+        for file in source.all_files().values():
             if file in before and stamp(file) != before[file]:
                 reject_changed(file)
         report.masters = masters
@@ -192,12 +209,15 @@ def _run(
 
 def _write(source: Source, output: Path, version: int, progress: Progress | None) -> TernaryTotals:
     totals, specs, warnings = TernaryTotals(), source.plan.specs, list[str]()
-    offset = source.plan.config.family.norm_offset
-    config = {**source.plan.hf_config, PRIVATE_BLOCK: source.plan.block}
-    with Writer(output, config, len(specs), specs, version=version) as writer:
+    offset, tower = source.plan.config.family.norm_offset, source.tower
+    beside = [] if tower is None else [PREFIX + name for name in shapes(tower.config)]
+    found = {} if tower is None else {VISION: tower.config.to_json()}
+    config = {**source.plan.hf_config, PRIVATE_BLOCK: {**source.plan.block, **found}}
+    names = [*specs, *beside]
+    with Writer(output, config, len(names), names, version=version) as writer:
         for done, (name, spec) in enumerate(specs.items()):
             if progress is not None:
-                progress(done, len(specs), name)
+                progress(done, len(names), name)
             if spec.kind == "dense" and not source.holds_ternary(name):
                 tensor = source.dense(name)
                 if warning := implausible_dense(name, tensor, offset):
@@ -207,8 +227,28 @@ def _write(source: Source, output: Path, version: int, progress: Progress | None
                 found = source.ternary(name)
                 _write_ternary(source, name, found, spec.shape[1], writer, totals)
             source.release(name)
+        _write_tower(source, beside, writer, progress)
     source.remarks += damage([*totals.implausible, *warnings])
     return totals
+
+
+def _write_tower(
+    source: Source, names: list[str], writer: Writer, progress: Progress | None
+) -> None:
+    """The tensors of the tower behind those of the text, so that these lie together."""
+    tower, nbytes = source.tower, 0
+    done = len(source.plan.specs)
+    for at, name in enumerate(names):
+        if progress is not None:
+            progress(done + at, done + len(names), name)
+        assert tower is not None
+        tensor = tower.read(name.removeprefix(PREFIX)).contiguous()
+        check_finite(name, tensor)
+        writer.add_dense(name, tensor)
+        nbytes += tensor.nbytes
+    if tower is not None:
+        source.tower_remarks = [*source.tower_remarks, tower.line(nbytes)]
+    source.remarks += source.tower_remarks
 
 
 def _write_dense(source: Source, name: str, tensor: Tensor, writer: Writer) -> None:
@@ -259,13 +299,14 @@ def _report(source: Source, folder: Path, totals: TernaryTotals) -> ConvertRepor
         files = list(dict.fromkeys([*files, GENERATION_CONFIG]))
     source.remarks += _tokenizer_remarks(source, folder)
     dense = [spec for spec in plan.specs.values() if spec.kind == "dense"]
+    beside = 0 if source.tower is None else len(shapes(source.tower.config))
     return ConvertReport(
         source=source.path.resolve().name,
         model_type=plan.config.model_type,
         linear_class=plan.scheme.linear_class,
         quantization_mode=plan.scheme.quantization_mode,
         assumed_online=plan.scheme.assumed,
-        tensors=len(plan.specs),
+        tensors=len(plan.specs) + beside,
         dense_parameters=sum(torch.Size(spec.shape).numel() for spec in dense),
         ternary=totals,
         source_bytes=source.nbytes,

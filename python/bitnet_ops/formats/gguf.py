@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NoReturn
@@ -77,6 +78,20 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
             return file.read(4) == MAGIC or path.suffix == ".gguf"
     except OSError:  # the Reader says what is wrong with it
         return path.suffix == ".gguf"
+
+
+_MMPROJ = b"general.type" + struct.pack("<IQ", 8, 6) + b"mmproj"  # a string of 6 bytes
+_FIRST_KEYS = 1 << 16  # bytes; writers put general.* first
+
+
+def is_mmproj(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is a GGUF file that says it holds a tower for images, by its first keys."""
+    try:
+        with Path(path).open("rb") as file:
+            begin = file.read(_FIRST_KEYS)
+    except OSError:
+        return False
+    return begin.startswith(MAGIC) and _MMPROJ in begin
 
 
 class Reader:

@@ -20,6 +20,8 @@ from bitnet_ops.config.scalings import KEYS as SCALING_KEYS
 from bitnet_ops.config.scheme import stated_linear_class
 from bitnet_ops.formats.sglbitnt import Reader, TensorInfo
 from bitnet_ops.models import TensorError, expected_tensors
+from bitnet_ops.vision.tower import VisionError
+from bitnet_ops.vision.weights import PREFIX, check_tensors, tower_tensors, vision_config
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _SCALE_SUFFIX = "_scale"  # of the name of the weight
@@ -75,15 +77,28 @@ def _from_names(config: Mapping[str, Any], names: Iterable[str]) -> str | None:
 
 
 def own_tensors(reader: Reader, config: ModelConfig) -> dict[str, TensorInfo]:
-    """The file's tensors without those that repeat others, by name.
+    """The text model's tensors without those that repeat others, by name.
 
-    Raises TensorError where such a copy is not equal to what it repeats.
+    Raises TensorError where such a copy is not equal to what it repeats, and for a tower for images
+    that is not whole, of which no data are read.
     """
-    tensors = reader.tensors
+    tensors = _without_tower(reader)
     expected = expected_tensors(config)
     extra = [name for name in tensors if name not in expected]
     copies = {name for name in extra if _check_copy(reader, config, name)}
     return {name: info for name, info in tensors.items() if name not in copies}
+
+
+def _without_tower(reader: Reader) -> dict[str, TensorInfo]:
+    """The file's tensors but for those of a tower for images, if its config has one."""
+    vision = vision_config(reader.config)
+    if vision is None:
+        return reader.tensors
+    try:
+        check_tensors(vision, tower_tensors(reader))
+    except VisionError as error:
+        raise TensorError(f"model: {error}; convert the model again") from None
+    return {n: info for n, info in reader.tensors.items() if not n.startswith(PREFIX)}
 
 
 def _check_copy(reader: Reader, config: ModelConfig, name: str) -> bool:

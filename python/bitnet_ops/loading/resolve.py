@@ -34,6 +34,8 @@ _DOWNLOADED = [
     "chat_template.jinja",
     "chat_template.json",
     "1_Pooling/config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
 ]
 # Beside the GGUF file of a model: its tower for images, layers that draft, importances of weights,
 # the parts behind the first, and what macOS leaves on other disks.
@@ -124,6 +126,12 @@ def _to_convert(place: Path) -> tuple[Path | None, str]:
 def _models(files: list[Path]) -> list[Path]:
     """Those of GGUF files that hold a model by their names; all where none does."""
     return [file for file in files if not _NO_MODEL.fullmatch(file.name)] or files
+
+
+def mmproj_beside(file: Path) -> list[Path]:
+    """The GGUF files in the folder of the GGUF file `file` that hold a tower for images."""
+    others = (other for other in sorted(file.parent.glob("*.gguf")) if other.name != file.name)
+    return [other for other in others if gguf.is_mmproj(other)]
 
 
 def cache_directory(choice: str | os.PathLike[str] | None = None) -> Path:
