@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import http.client
 import http.server
@@ -20,6 +21,9 @@ import pytest
 
 import bitnet_ops.server
 from bitnet_ops.server.security import Access
+from bitnet_ops.vision.decode import image_size
+from bitnet_ops.vision.sources import image_bytes
+from pictures import file_of, photograph
 from served import app_of, scripted_lm, serving
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -816,6 +820,208 @@ def test_text_files_go_with_a_message(page: Any) -> None:
     page.press(".editor textarea", "Enter")
     page.wait_for_function("() => document.querySelector('.markdown')?.innerText == 'As you wish.'")
     assert bodies[-1]["messages"][0]["content"].endswith("print('é')\n```\n\nagain")
+
+
+# Pictures -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def seeing(browser: Any, address: str) -> Iterator[Any]:
+    """The page of a model that reads pictures too, and of one beside it that does not.
+
+    What is sent is answered here: the scripted model has no eyes. `.bodies`: what was sent.
+    """
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    context.set_default_timeout(30_000)
+    page = context.new_page()
+    page.problems, page.bodies = [], []
+    page.on("pageerror", lambda error: page.problems.append(str(error)))
+    page.on("console", lambda m: page.problems.append(m.text) if m.type == "error" else None)
+
+    def models(route: Any) -> None:
+        rows = route.fetch().json()["models"]
+        route.fulfill(json={"models": [{**rows[0], "vision": True}, {**rows[0], "id": "blind"}]})
+
+    def answer(route: Any) -> None:
+        page.bodies.append(route.request.post_data_json)
+        route.fulfill(body=streamed("A cat."), content_type="text/event-stream")
+
+    page.route("**/page/models", models)
+    page.route("**/v1/chat/completions", answer)
+    page.goto(address)
+    page.wait_for_function("() => !document.querySelector('#model').disabled")
+    yield page
+    context.close()
+
+
+def picture(name: str, kind: str = "PNG", size: tuple[int, int] = (60, 40)) -> dict[str, Any]:
+    buffer = file_of(photograph(size[1], size[0]), kind)
+    return {"name": name, "mimeType": f"image/{kind.lower()}", "buffer": buffer}
+
+
+def attached(page: Any, count: int) -> None:
+    page.wait_for_function("n => document.querySelectorAll('#attached li').length == n", arg=count)
+
+
+PASTE = """bytes => {
+  const clipboardData = new DataTransfer();
+  const file = new File([new Uint8Array(bytes)], "image.png", { type: "image/png" });
+  clipboardData.items.add(file);
+  document.querySelector("#prompt").dispatchEvent(
+    new ClipboardEvent("paste", { clipboardData, bubbles: true, cancelable: true }));
+}"""
+DROP_PICTURE = """bytes => {
+  const dataTransfer = new DataTransfer();
+  const file = new File([new Uint8Array(bytes)], "dropped.png", { type: "image/png" });
+  dataTransfer.items.add(file);
+  document.querySelector("#main").dispatchEvent(
+    new DragEvent("drop", { dataTransfer, bubbles: true, cancelable: true }));
+}"""
+
+
+def test_a_model_without_eyes_is_offered_no_pictures(page: Any) -> None:
+    assert page.locator("#attach-picture").is_hidden()
+    page.set_input_files("#attachment", [picture("cat.png")])
+    page.wait_for_selector("#toasts .alert:has-text('cat.png is a picture, and this model reads')")
+    assert page.locator("#attached li").count() == 0 and page.problems == []
+
+
+def test_pictures_go_with_a_message(seeing: Any) -> None:
+    page = seeing
+    button = page.get_by_role("button", name="Attach pictures")
+    with page.expect_file_chooser() as chooser:
+        button.click()
+    chooser.value.set_files([picture("cat.png"), picture("dog.jpg", "JPEG", (30, 50))])
+    attached(page, 2)
+    pasted, dropped = picture("a", size=(9, 7)), picture("b", "PNG", (5, 8))
+    page.evaluate(PASTE, list(pasted["buffer"]))
+    attached(page, 3)
+    page.evaluate(DROP_PICTURE, list(dropped["buffer"]))
+    attached(page, 4)
+    page.set_input_files(
+        "#attachment", [{"name": "a.txt", "mimeType": "text/plain", "buffer": b"text"}]
+    )
+    attached(page, 5)
+    preview = page.get_by_role("img", name="Picture cat.png, 60 by 40 pixels")
+    assert preview.evaluate("image => image.complete && image.naturalWidth") == 60
+    page.get_by_role("button", name="Leave dog.jpg out").click()
+    attached(page, 4)
+    say(page, "What is it?")
+    assert wait_for_answer(page) == "A cat."
+    assert page.locator("#attached li").count() == 0
+    urls = [
+        f"data:image/png;base64,{base64.b64encode(data).decode()}"
+        for data in (picture("")["buffer"], pasted["buffer"], dropped["buffer"])
+    ]
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    text = {"type": "text", "text": "a.txt\n```\ntext\n```\n\nWhat is it?"}
+    assert page.bodies[0]["messages"][-1] == {"role": "user", "content": [*parts, text]}
+    # kept, and shown again; sent again with the next message
+    page.reload()
+    page.wait_for_selector("article.question .picture img >> nth=2")
+    names = page.locator("article.question img").evaluate_all("all => all.map(i => i.alt)")
+    assert names == [
+        "Picture cat.png, 60 by 40 pixels",
+        "Picture image.png, 9 by 7 pixels",
+        "Picture dropped.png, 5 by 8 pixels",
+    ]
+    say(page, "Sure?")
+    wait_for_answer(page, 2)
+    assert page.bodies[1]["messages"][0]["content"] == [*parts, text]
+    assert page.bodies[1]["messages"][2]["content"] == "Sure?"
+    # an edited question keeps them
+    page.locator("article.question").first.locator('[data-action="edit"]').click(force=True)
+    page.fill(".editor textarea", "And now?")
+    page.press(".editor textarea", "Enter")
+    page.wait_for_function("() => document.querySelector('.bubble').innerText.includes('And now')")
+    wait_for_answer(page)
+    assert page.bodies[2]["messages"][-1]["content"][:3] == parts
+    assert page.problems == []
+
+
+def test_a_picture_alone_is_a_message(seeing: Any) -> None:
+    page = seeing
+    assert page.locator("#send").is_disabled()
+    page.set_input_files("#picture", [picture("cat.png")])
+    attached(page, 1)
+    page.click("#send")
+    wait_for_answer(page)
+    content = page.bodies[0]["messages"][-1]["content"]
+    assert [part["type"] for part in content] == ["image_url"]
+    assert "cat.png" in page.title() and page.problems == []
+
+
+def test_another_model_is_told_of_pictures(seeing: Any) -> None:
+    page = seeing
+    page.set_input_files("#picture", [picture("cat.png")])
+    attached(page, 1)
+    say(page, "What is it?")
+    wait_for_answer(page)
+    page.select_option("#model", "blind")
+    assert page.locator("#attach-picture").is_hidden()
+    say(page, "Really?")
+    wait_for_answer(page, 2)
+    assert page.bodies[1]["messages"][0]["content"] == (
+        "(Here was a picture, cat.png, which you cannot see.)\nWhat is it?"
+    )
+    assert page.problems == []
+
+
+def test_a_large_picture_is_made_smaller(seeing: Any) -> None:
+    """More than a request holds; one of a kind that servers do not read becomes another."""
+    page = seeing
+    large = picture("large.png", size=(3000, 2000))
+    assert len(large["buffer"]) > 10_000_000
+    page.set_input_files("#picture", [large])
+    attached(page, 1)
+    page.set_input_files("#picture", [picture("new.avif", "AVIF")])
+    attached(page, 2)
+    say(page, "What?")
+    wait_for_answer(page)
+    found = []
+    for part in page.bodies[0]["messages"][-1]["content"][:2]:
+        data = image_bytes(part["image_url"]["url"])
+        assert data[:3] == b"\xff\xd8\xff" and len(data) < 3_000_000
+        found.append(image_size(data))
+    assert found == [(1672, 2508), (40, 60)]
+    assert page.problems == []
+
+
+@pytest.mark.parametrize("data", [b"\x89PNG\r\n\x1a\n", b"no picture", b""])
+def test_a_picture_that_is_none(seeing: Any, data: bytes) -> None:
+    file = {"name": "bad.png", "mimeType": "image/png", "buffer": data}
+    seeing.set_input_files("#picture", [file])
+    seeing.wait_for_selector("#toasts .alert:has-text('bad.png is no picture that this browser')")
+    assert seeing.locator("#attached li").count() == 0 and seeing.problems == []
+
+
+def test_pictures_are_exported_and_imported(seeing: Any, tmp_path: Path) -> None:
+    page = seeing
+    page.set_input_files("#picture", [picture("cat.png")])
+    attached(page, 1)
+    say(page, "hello")
+    wait_for_answer(page)
+    page.click("#more")
+    with page.expect_download() as download:
+        page.click("#export-json")
+    download.value.save_as(tmp_path / "one.json")
+    page.click("#more")
+    with page.expect_download() as download:
+        page.click("#export-markdown")
+    download.value.save_as(tmp_path / "one.md")
+    assert "(Picture cat.png)\nhello" in (tmp_path / "one.md").read_text()
+    kept = json.loads((tmp_path / "one.json").read_text())
+    [question, _] = kept["conversation"]["messages"]
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    sources = ["https://evil.example/a.png", "page/evil.svg", "data:image/svg+xml;base64,AAAA"]
+    question["files"] += [{"name": "evil", "image": source} for source in sources]
+    (tmp_path / "two.json").write_text(json.dumps(kept))
+    page.set_input_files("#file", tmp_path / "two.json")
+    page.wait_for_selector("article.question .file >> nth=2")
+    assert page.locator("article.question img").count() == 1
+    assert not any("evil" in url for url in asked)
+    assert page.problems == []
 
 
 # Below a path of a host ---------------------------------------------------------------------------

@@ -34,7 +34,11 @@ _LOG = logging.getLogger(__name__)
 _PAGE = Path(__file__).parent / "page"
 _SHORT = reprlib.Repr()  # a value may be as large as a body
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 80, 80
-_POLICY = "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+# data: for the pictures of messages, which the page holds itself
+_POLICY = (
+    "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; "
+    "form-action 'none'"
+)
 _INLINE = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 _ABOUT_DEMO = (
@@ -169,6 +173,7 @@ def _talker(served: Served, service: Service) -> dict[str, Any] | None:
         "id": served.name,
         "context_length": served.context_length,
         "thinks": served.thinks,
+        "vision": "vision" in served.capabilities,
         "longest": max(1, min(limit, served.context_length // 4)),
         "sampling": {name: v for name, v in sampling.items() if isinstance(v, int | float)},
         "about": _ABOUT_DEMO if lm.is_demo and served.adapter is None else "",

@@ -1,6 +1,6 @@
 """Pixels to patches: the size that a picture is resized to, and the values that the tower reads.
 
-Source: transformers 5.12 `image_processing_pil_qwen2_vl.py`; the values are equal to its, bit for
+Source: `Qwen2VLImageProcessorPil` of transformers 5.12; the values are equal to its, bit for
 bit. It writes each patch of a still picture twice, one behind the other in time; here it stands
 once, and the tower adds the two halves of its weights.
 """

@@ -1,7 +1,7 @@
 // One answer: the request, the stream, what is measured of it. Several may run, one a conversation.
 
 import { chat } from "./api.js";
-import { above, add, conversations, effective, events, save, wholeText, writing } from "./store.js";
+import { above, add, contentOf, conversations, effective, events, lengthOf, save, writing } from "./store.js";
 
 export const running = new Map(); // id of a conversation -> {message, note, live, stop()}
 
@@ -34,9 +34,11 @@ export async function answer(conversation, parent, begun, model, show) {
   show(message, run);
   try {
     const body = requestBody(conversation, message, model);
+    const sent = [...above(conversation, message), message];
+    const given = sent.reduce((sum, one) => sum + lengthOf(one), effective(conversation).system.length);
     for (let attempt = 1; ; attempt += 1) {
       try {
-        await receive(body, message, run, aborter.signal, changed);
+        await receive(body, given, message, run, aborter.signal, changed);
         break;
       } catch (error) {
         const busy = [429, 503].includes(error.status) && error.retryAfter !== null;
@@ -62,9 +64,8 @@ export async function answer(conversation, parent, begun, model, show) {
   show(message, null);
 }
 
-async function receive(body, message, run, signal, changed) {
+async function receive(body, given, message, run, signal, changed) {
   const started = performance.now();
-  const given = body.messages.reduce((sum, { content }) => sum + content.length, 0);
   const before = message.text.length;
   let first = 0;
   let finish = "";
@@ -96,7 +97,7 @@ async function receive(body, message, run, signal, changed) {
 
 function requestBody(conversation, message, model) {
   const messages = above(conversation, message)
-    .map((other) => ({ role: other.role, content: wholeText(other) }))
+    .map((other) => ({ role: other.role, content: contentOf(other, model.vision) }))
     .filter(({ content }) => content); // without an answer that failed before its first word
   const { system, params } = effective(conversation);
   const { reasoning_effort, ...sent } = params;

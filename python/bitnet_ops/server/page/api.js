@@ -99,7 +99,7 @@ function askForKey(refused) {
   return asking;
 }
 
-/** The models to talk with: {id, context_length, thinks, longest, sampling, about}. */
+/** The models to talk with: {id, context_length, thinks, vision, longest, sampling, about}. */
 export async function models() {
   return (await (await request("page/models")).json()).models;
 }

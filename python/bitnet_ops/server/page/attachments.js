@@ -1,28 +1,32 @@
-// Text files beside the message that is being written: chosen, dropped or pasted; no more than their
-// text is ever looked at.
+// Files beside the message that is being written: chosen, dropped or pasted. Texts, of which no more
+// than their text is ever looked at, and pictures where the model has eyes.
 
-import { $, h, icon, iconButton, toast } from "./dom.js";
-import { sizeOf } from "./message.js";
+import { $, announce, h, icon, iconButton, toast } from "./dom.js";
+import { pictureOf, sizeOf } from "./message.js";
+import { readPicture } from "./pictures.js";
 
 const MOST = 10; // files of a message
 const LARGEST = 1_000_000; // bytes of a file
 
 export class Attachments {
-  /** target: where they are shown; changed() is called as they come and go. */
-  constructor(target, changed) {
+  /** target: where they are shown; changed() is called as they come and go; sees(): the model. */
+  constructor(target, changed, sees) {
     this.target = target;
     this.changed = changed;
-    this.files = []; // {name, text}, of the conversation that is open
+    this.sees = sees;
+    this.files = []; // {name, text} or readPicture's, of the conversation that is open
     this.others = new Map(); // those of others, by the name that `open` got
     this.name = "";
-    const input = $("attachment");
-    $("attach").addEventListener("click", () => input.click());
-    input.addEventListener("change", async () => {
-      const chosen = [...input.files];
-      input.value = "";
-      await this.take(chosen);
-      $("prompt").focus();
-    });
+    for (const [button, field] of [["attach", "attachment"], ["attach-picture", "picture"]]) {
+      const input = $(field);
+      $(button).addEventListener("click", () => input.click());
+      input.addEventListener("change", async () => {
+        const chosen = [...input.files];
+        input.value = "";
+        await this.take(chosen);
+        $("prompt").focus();
+      });
+    }
     $("prompt").addEventListener("paste", (event) => {
       const { files, types } = event.clipboardData;
       if (!files.length || types.includes("text/plain")) return; // a picture beside a text is no file
@@ -45,14 +49,21 @@ export class Attachments {
   async take(given) {
     for (const file of given) {
       try {
-        const taken = await read(file); // meanwhile others may have come
+        const taken = await this.read(file); // meanwhile others may have come
         if (this.files.length >= MOST) throw new Error(`A message takes at most ${MOST} files.`);
         this.files = [...this.files, taken];
+        if (taken.image) announce(`Picture ${taken.name} is attached.`);
       } catch (error) {
         toast(error.message, { alert: true });
       }
     }
     this.show();
+  }
+
+  async read(file) {
+    if (!file.type.startsWith("image/") || file.type === "image/svg+xml") return readText(file);
+    if (!this.sees()) throw new Error(`${file.name} is a picture, and this model reads texts alone.`);
+    return readPicture(file);
   }
 
   /** Shows the files of another conversation. */
@@ -81,11 +92,12 @@ export class Attachments {
       $("prompt").focus();
     };
     const button = iconButton("close", `Leave ${file.name} out`, remove);
-    return h("li", {}, icon("attach"), h("span", {}, file.name), h("small", {}, sizeOf(file.text)), button);
+    const sign = file.image ? pictureOf(file) : icon("attach");
+    return h("li", {}, sign, h("span", {}, file.name), h("small", {}, sizeOf(file)), button);
   }
 }
 
-async function read(file) {
+async function readText(file) {
   if (file.size > LARGEST) throw new Error(`${file.name} is too large: a file has at most 1 MB.`);
   try {
     const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());

@@ -21,7 +21,7 @@ const run = () => running.get(current.id);
 const model = () => models.find(({ id }) => id === current.model) ?? models[0];
 const thinks = () => Boolean(model()?.thinks);
 const saved = () => store.conversations.has(current.id);
-const attachments = new Attachments($("attached"), () => showState());
+const attachments = new Attachments($("attached"), () => showState(), () => Boolean(model()?.vision));
 
 // Showing ------------------------------------------------------------------------------------------
 
@@ -64,6 +64,7 @@ function showState() {
   $("title").textContent = title;
   document.title = current.title ? `${title} – bitnet-ops` : "bitnet-ops";
   $("think").hidden = !thinks();
+  $("attach-picture").hidden = !model()?.vision;
   $("think").setAttribute("aria-pressed", String(current.think));
   if (model()) $("model").value = model().id;
   $("about").textContent = model()?.about ?? "";
@@ -200,7 +201,7 @@ function answerAgain(message, begun) {
 // The context --------------------------------------------------------------------------------------
 
 const NEARLY_FULL = 0.75;
-const charactersOf = (messages) => messages.reduce((sum, message) => sum + store.wholeText(message).length, 0);
+const charactersOf = (messages) => messages.reduce((sum, message) => sum + store.lengthOf(message), 0);
 const newest = () => store.path(current).at(-1)?.message;
 
 /** What is sent down to `message`: {sent, characters, rate}, tokens a character; null if unknown. */

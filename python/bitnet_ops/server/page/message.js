@@ -196,16 +196,22 @@ function thoughtFor(ms) {
   return ms ? `Thought for ${ms < 9950 ? number(ms / 1000, 1) : number(ms / 1000)} s` : "Thoughts";
 }
 
-const attachment = ({ name, text }) =>
-  h(
-    "details",
-    { class: "file" },
-    h("summary", {}, icon("attach"), h("span", {}, name), h("small", {}, sizeOf(text))),
-    h("pre", { tabindex: "0", role: "group", "aria-label": `File ${name}` }, text),
-  );
+const attachment = (file) =>
+  file.image
+    ? h("figure", { class: "picture" }, pictureOf(file))
+    : h(
+        "details",
+        { class: "file" },
+        h("summary", {}, icon("attach"), h("span", {}, file.name), h("small", {}, sizeOf(file))),
+        h("pre", { tabindex: "0", role: "group", "aria-label": `File ${file.name}` }, file.text),
+      );
 
-export const sizeOf = (text) => {
-  const bytes = new TextEncoder().encode(text).length;
+/** A picture as an element; what is seen on it, the page does not know. */
+export const pictureOf = ({ name, image, width, height }) =>
+  h("img", { src: image, alt: `Picture ${name}, ${width} by ${height} pixels`, width, height, decoding: "async" });
+
+export const sizeOf = ({ text, image }) => {
+  const bytes = image ? Math.floor(0.75 * (image.length - image.indexOf(","))) : new TextEncoder().encode(text).length;
   return bytes < 1000 ? `${bytes} bytes` : `${number(bytes / 1000, bytes < 9950 ? 1 : 0)} kB`;
 };
 

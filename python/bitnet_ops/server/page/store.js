@@ -89,9 +89,30 @@ export function above(conversation, message) {
   return found;
 }
 
-/** The text of a message as it is sent: its files, then what was typed. */
-export function wholeText({ text, files = [] }) {
-  const parts = files.map((file) => {
+/** The text of a message as it is shown elsewhere: its files, pictures by name, then what was typed. */
+export function wholeText(message) {
+  return [...picturesOf(message).map(({ name }) => `(Picture ${name})`), textOf(message)].filter(Boolean).join("\n");
+}
+
+/** What is sent of a message: a text, or parts with its pictures, which come before the text. */
+export function contentOf(message, sees) {
+  const pictures = picturesOf(message);
+  if (!pictures.length) return textOf(message);
+  if (!sees) return [...pictures.map(({ name }) => `(Here was a picture, ${name}, which you cannot see.)`), textOf(message)].join("\n");
+  const parts = pictures.map(({ image: url }) => ({ type: "image_url", image_url: { url } }));
+  const text = textOf(message);
+  return text ? [...parts, { type: "text", text }] : parts;
+}
+
+const PICTURE_CHARACTERS = 3000; // a picture has as many tokens as a text of about so many
+
+/** How many characters a message counts for in the context. */
+export const lengthOf = (message) => textOf(message).length + PICTURE_CHARACTERS * picturesOf(message).length;
+
+const picturesOf = ({ files = [] }) => files.filter(({ image }) => image);
+
+function textOf({ text, files = [] }) {
+  const parts = files.filter(({ image }) => !image).map((file) => {
     const runs = file.text.match(/`+/g) ?? [];
     const fence = "`".repeat(Math.max(3, ...runs.map((run) => run.length + 1)));
     return `${file.name}\n${fence}\n${file.text}${file.text.endsWith("\n") ? "" : "\n"}${fence}\n`;
@@ -310,6 +331,15 @@ const paramsOf = (given) =>
     ),
   );
 
+/** A picture only as this page writes it: nothing is ever fetched for one. */
+function fileOf(file) {
+  const name = text(file?.name);
+  if (!PICTURE.test(text(file?.image))) return { name, text: text(file?.text) };
+  return { name, image: file.image, width: count(file.width), height: count(file.height) };
+}
+
+const PICTURE = /^data:image\/(png|jpeg|webp|gif|bmp);base64,[A-Za-z0-9+/]+={0,2}$/;
+
 /** The conversations of a file of `asJson` or `allAsJson`, under new ids. */
 export function fromJson(source) {
   let file;
@@ -349,7 +379,7 @@ function imported(given) {
       thoughts: text(message.thoughts),
       thinking_ms: count(message.thinking_ms),
       model: text(message.model),
-      files: list(message.files).map((file) => ({ name: text(file?.name), text: text(file?.text) })),
+      files: list(message.files).map(fileOf),
       finish: text(message.finish) || "stop",
       error: text(message.error),
       code: text(message.code),
