@@ -35,6 +35,9 @@ from bitnet_ops.generate.chat import (
 from bitnet_ops.generate.constraint import Constraint, Thoughts
 from bitnet_ops.generate.engine import Engine, Limits, Run, check_adapter, token_ids
 from bitnet_ops.generate.grammar import Grammars
+from bitnet_ops.generate.images import NO_TOWER, Images, open_images
+from bitnet_ops.generate.pictures import Picture
+from bitnet_ops.generate.prompt import PromptRows
 from bitnet_ops.generate.run_ids import RunIds
 from bitnet_ops.generate.scoring import Score, embed, score
 from bitnet_ops.generate.text import (
@@ -59,6 +62,9 @@ from bitnet_ops.nn.storage import (
     check_head_format,
     check_weight_format,
 )
+from bitnet_ops.vision.decode import ImageLimits
+from bitnet_ops.vision.errors import ImageError
+from bitnet_ops.vision.sources import image_bytes, read_image_file
 
 if sys.version_info >= (3, 11):
     from typing import Unpack
@@ -66,6 +72,8 @@ else:
     from typing_extensions import Unpack  # torch depends on it
 
 Folder = str | os.PathLike[str]
+# Of one prompt: a text, token ids, or parts among which pictures stand (LanguageModel.encode).
+Prompt = str | Sequence[Any] | Tensor
 DEMO_DIR = Path(__file__).parent / "data" / "demo"
 
 
@@ -86,6 +94,8 @@ def load(
     kv_cache_mb: float | None = None,
     prefix_dir: Folder | None = None,
     prefix_dir_mb: float = 4096,
+    vision: bool = True,
+    image_limits: ImageLimits | None = None,
 ) -> LanguageModel:
     """Open a model.
 
@@ -132,6 +142,10 @@ def load(
             the machine, its container and the process' limits leave.
         prefix_dir, prefix_dir_mb: a directory that keeps keys and values of prompts after a restart
             too, and the most MiB of it; see Engine.
+        vision: read pictures, where the model's file has a tower, which is loaded at the first one;
+            False: as a model that reads texts alone.
+        image_limits: what pictures may cost: bytes, pixels, tokens (`max_tokens`, 1024 of each);
+            None: the defaults of vision.decode.ImageLimits.
     Returns the LanguageModel.
     Raises LoadError, loading.resolve.HubError, convert.ConvertError, config.UnsupportedModelError,
     config.attention.AttentionPolicyError, config.sparsity.ActivationSparsityError,
@@ -153,6 +167,9 @@ def load(
     if kv_cache_mb is not None:
         check_megabytes("load: expected kv_cache_mb", kv_cache_mb)
     check_megabytes("load: expected prefix_dir_mb", prefix_dir_mb)
+    check_flag("load: expected vision", vision)
+    limits = ImageLimits() if image_limits is None else image_limits
+    check_kind("load: expected image_limits as ImageLimits or None", limits, ImageLimits)
     adapters = _read_adapters(lora)
     found = resolve(DEMO_DIR if path is None else path, convert=convert, cache=cache)
     form = *dtypes, head_format, activation_format, attention, activation_sparsity
@@ -162,18 +179,19 @@ def load(
             return WeightChoice(weight_format, "asked for")
         return choose_for_file(file, use, activation_format, cache)
 
-    memory = {
+    options = {
         "kv_cache_mb": kv_cache_mb,
         "prefix_dir": prefix_dir,
         "prefix_dir_mb": prefix_dir_mb,
+        "image_limits": limits if vision else None,
     }
     try:
-        return _open(found.file, choose(found.file), *form, adapters, memory)
+        return _open(found.file, choose(found.file), *form, adapters, options)
     except sglbitnt.SglbitntError as error:
         if found.source is None:
             raise
         found = convert_again(found, error)
-    return _open(found.file, choose(found.file), *form, adapters, memory)
+    return _open(found.file, choose(found.file), *form, adapters, options)
 
 
 def _open(
@@ -186,7 +204,7 @@ def _open(
     attention: str | None,
     activation_sparsity: str | None,
     adapters: Mapping[str | None, Adapter],
-    memory: Mapping[str, Any],
+    options: Mapping[str, Any],
 ) -> LanguageModel:
     formats = choice.weight_format, head_format
     model = load_model(file, dtype, *formats, attention, choice.arena)
@@ -204,7 +222,7 @@ def _open(
         kv_dtype=kv_dtype,
         path=file,
         generation=generation,
-        **memory,
+        **options,
     )
     lm.weight_choice = dataclasses.replace(choice, arena=None)  # the weights' alone now
     return lm
@@ -227,9 +245,11 @@ class LanguageModel:
         model, tokenizer: what runs; without a tokenizer prompts are token ids.
         stop_ids: ids that end a text; None: those of the model's config.
         kv_dtype, kv_cache_mb, prefix_dir, prefix_dir_mb: of keys and values, as of `load`.
-        path: where the model came from, for messages.
+        path: where the model came from, for messages, and where its tower for pictures is read.
+        image_limits: what pictures may cost; None: none are read.
         generation: what its generation_config.json says.
-    Attributes: `config`, `model`, `tokenizer`, `engine`, `stop_ids` (end of text), `path`,
+    Attributes: `config`, `model`, `tokenizer`, `engine`, `stop_ids` (end of text), `path`, `images`
+    (what reads pictures; None for a model that reads texts alone),
     `weight_choice` (`weight_format` and `reason`; None where `load` did not make it), and
     `generation`, whose `sampling` holds the options that the model's makers sample with: `chat`
     begins from them; the other calls use them where they are given, as
@@ -249,6 +269,7 @@ class LanguageModel:
         kv_cache_mb: float | None = None,
         prefix_dir: Folder | None = None,
         prefix_dir_mb: float = 4096,
+        image_limits: ImageLimits | None = None,
     ) -> None:
         who = "LanguageModel: expected"
         check_kind(f"{who} tokenizer as a Tokenizer or None", tokenizer, (Tokenizer, type(None)))
@@ -257,6 +278,9 @@ class LanguageModel:
         self.model, self.generation, self._tokenizer = model, generation, tokenizer
         self.path = None if path is None else check_path(f"{who} path", path)
         self.weight_choice: WeightChoice | None = None
+        self.images: Images | None = None
+        if self.path is not None and image_limits is not None:
+            self.images = open_images(self.path, image_limits)
         self.engine = Engine(
             model,
             kv_dtype=kv_dtype,
@@ -332,13 +356,40 @@ class LanguageModel:
         check_kind("remove_adapter: expected a name as text", name, str)
         self.model.remove_adapter(name)
 
-    def encode(self, prompt: str | Sequence[int] | Tensor) -> list[int]:
+    def image(self, source: str | os.PathLike[str] | bytes) -> list[int | PromptRows]:
+        """A picture as a part of a prompt, as in `lm.generate(["On ", lm.image("cat.png"), " is"])`.
+
+        `source`: a file, or its bytes. Between the tokens that models are trained with stand its
+        rows, f32 [tokens, hidden_size], which are kept for a while: the same picture costs nothing
+        soon after. Raises ImageError for what cannot be read, and for a model that reads texts
+        alone.
+        """
+        if self.images is None:
+            raise ImageError(*NO_TOWER)
+        return self.images.prompt_of(self._picture(source))
+
+    def _picture(self, source: str | os.PathLike[str] | bytes, where: str = "image") -> Picture:
+        if self.images is None:
+            raise ImageError(*NO_TOWER)
+        if isinstance(source, bytes):
+            return Picture(image_bytes(source, limits=self.images.limits), where)
+        try:
+            path = check_path("image: expected a file or bytes", source)
+            return Picture(read_image_file(path, self.images.limits), str(path))
+        except ImageError as error:
+            raise error.at(str(source)) from None
+
+    def encode(self, prompt: Prompt) -> list[int] | list[int | PromptRows]:
         """Token ids of one prompt: of a text, or ids (a list, a tensor [T] or [1, T]) as they are.
 
-        Raises TypeError for anything else.
+        Or of several such parts in a list, between which pictures (`image`) or rows of one's own
+        (PromptRows) may stand; only the first one begins as a text begins. Raises TypeError for
+        anything else.
         """
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
+        if isinstance(prompt, list | tuple) and any(map(_has_rows, prompt)):
+            return self._encode_parts(prompt)
         if isinstance(prompt, list | tuple) and any(isinstance(p, str) for p in prompt):
             raise TypeError(
                 "prompt: expected one text or a list of token ids, got a "
@@ -346,9 +397,20 @@ class LanguageModel:
             )
         return token_ids(prompt)
 
-    def generate(
-        self, prompt: str | Sequence[int] | Tensor, **options: Unpack[GenerateOptions]
-    ) -> Completion:
+    def _encode_parts(self, parts: Sequence[Any]) -> list[int | PromptRows]:
+        found: list[int | PromptRows] = []
+        for i, part in enumerate(parts):
+            if isinstance(part, str):
+                found += self.tokenizer.encode(part, add_special_tokens=i == 0)
+            elif isinstance(part, PromptRows | int):
+                found.append(part)
+            elif isinstance(part, list | tuple):
+                found += part
+            else:
+                found += token_ids(part)
+        return found
+
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
         """Continue `prompt` (text or token ids) and return the continuation alone, as a str.
 
         Options, all neutral by default: max_new_tokens=128, temperature=0 (greedy), top_k=0,
@@ -363,9 +425,7 @@ class LanguageModel:
         """
         return self._stream("generate", prompt, options).read()
 
-    def stream(
-        self, prompt: str | Sequence[int] | Tensor, **options: Unpack[GenerateOptions]
-    ) -> TextStream:
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> TextStream:
         """As `generate`, but an iterator over pieces of text as they come; see TextStream."""
         return self._stream("stream", prompt, options)
 
@@ -442,7 +502,9 @@ class LanguageModel:
         run = self._start([self.encode(prompt)], wanted)
         return TextStream(run, self.tokenizer, wanted.stop)
 
-    def _start(self, prompts: list[list[int]], wanted: Options, opening: str | None = None) -> Run:
+    def _start(
+        self, prompts: Sequence[Sequence[Any]], wanted: Options, opening: str | None = None
+    ) -> Run:
         """opening: what a chat's prompt has written of the answer; None: it is no chat."""
         constraints: list[Constraint] | None = None
         if wanted.json_schema is not None:
@@ -460,7 +522,7 @@ class LanguageModel:
             constraints=constraints,
         )
 
-    def _complete(self, prompts: list[list[int]], wanted: Options) -> list[Completion]:
+    def _complete(self, prompts: Sequence[Sequence[Any]], wanted: Options) -> list[Completion]:
         run = self._start(prompts, wanted)
         texts = [StopText(self.tokenizer, wanted.stop) for _ in prompts]
         pieces: list[list[str]] = [[] for _ in prompts]
@@ -474,6 +536,13 @@ class LanguageModel:
             Completion("".join(out), generation, run.timing)
             for out, generation in zip(pieces, run.generations, strict=True)
         ]
+
+
+def _has_rows(part: object) -> bool:
+    """Whether a part of a prompt is rows, or has some, as a picture has."""
+    return isinstance(part, PromptRows) or (
+        isinstance(part, list | tuple) and any(isinstance(one, PromptRows) for one in part)
+    )
 
 
 def _several(call: str, prompts: Any) -> list[Any]:
@@ -513,8 +582,9 @@ class Conversation:
         if chat_template_kwargs is not None:
             check_options_kind(chat_template_kwargs)
         self._lm, self._request = lm, request
-        self._known = RunIds(lm.tokenizer, chat_template_kwargs)
-        self.messages: list[Mapping[str, str]] = []
+        pictures = () if lm.images is None else lm.images.token_ids
+        self._known = RunIds(lm.tokenizer, chat_template_kwargs, pictures)
+        self.messages: list[Mapping[str, Any]] = []
         self.last: TextStream | None = None  # the newest answer, for its timing
         self.dropped = 0
         self._again = 0  # how often an answer was asked for once more
@@ -526,15 +596,25 @@ class Conversation:
     def opening(self) -> str:
         return self._known.opening
 
-    def say(self, content: str) -> Iterator[str]:
+    def say(
+        self, content: str, images: Sequence[str | os.PathLike[str] | bytes] = ()
+    ) -> Iterator[str]:
         """Add a user's message and stream the answer, which joins the history when it ends.
 
-        An answer that is broken off joins as far as it came; a message that cannot be run is
-        taken back.
+        `images`: files of pictures, or their bytes, which stand before the text. An answer that is
+        broken off joins as far as it came; a message that cannot be run is taken back. Raises
+        ImageError for a picture that cannot be read.
         """
         if not isinstance(content, str):
             raise TypeError(f"say: expected a text, got a {type(content).__name__}")
-        return self._ask([*self.messages, {"role": "user", "content": content}], self._request)
+        if isinstance(images, str | bytes | os.PathLike):
+            raise TypeError("say: expected images as a list of files, got one; put it in brackets")
+        parts: str | list[dict[str, Any]] = content
+        if images:
+            pictures = [self._lm._picture(source) for source in images]
+            parts = [{"type": "image", "image": picture} for picture in pictures]
+            parts.append({"type": "text", "text": content})
+        return self._ask([*self.messages, {"role": "user", "content": parts}], self._request)
 
     def regenerate(self) -> Iterator[str]:
         """Answer the user's newest message once more, in the place of the answer that it has.
@@ -562,17 +642,20 @@ class Conversation:
         if content is not None:
             self.messages.insert(0, {"role": "system", "content": content})
 
-    def _ask(self, asked: list[Mapping[str, str]], request: Options) -> Iterator[str]:
+    def _ask(self, asked: list[Mapping[str, Any]], request: Options) -> Iterator[str]:
         messages, ids = self._fitting(asked)
-        run = self._lm._start([ids], request, self.opening)
+        prompt: Sequence[Any] = ids
+        if self._known.pictures and self._lm.images is not None:
+            prompt = self._lm.images.expand(ids, self._known.pictures)
+        run = self._lm._start([prompt], request, self.opening)
         self.dropped = len(asked) - len(messages)
         self.messages[:] = messages
         self.last = TextStream(run, self._lm.tokenizer, self._request.stop)
         return self._answer(self.last, ids)
 
     def _fitting(
-        self, messages: list[Mapping[str, str]]
-    ) -> tuple[list[Mapping[str, str]], list[int]]:
+        self, messages: list[Mapping[str, Any]]
+    ) -> tuple[list[Mapping[str, Any]], list[int]]:
         """The newest of `messages` that leave room for an answer, and their ids.
 
         Once something has to go, half of the context is made free: what is left stands at other
@@ -580,11 +663,18 @@ class Conversation:
         """
         context = self._lm.config.max_position_embeddings
         room = min(self._request.limits.max_new_tokens, context // 4)
-        ids = self._known.encode(messages)
-        most = context - room if len(ids) <= context - room else context // 2
-        while len(ids) > most and (fewer := without_oldest_turn(messages)) is not None:
-            messages, ids = fewer, self._known.encode(fewer)
+        ids, tokens = self._encoded(messages)
+        most = context - room if tokens <= context - room else context // 2
+        while tokens > most and (fewer := without_oldest_turn(messages)) is not None:
+            messages, (ids, tokens) = fewer, self._encoded(fewer)
         return messages, ids
+
+    def _encoded(self, messages: list[Mapping[str, Any]]) -> tuple[list[int], int]:
+        """The ids of a prompt, in which a picture is one, and how many tokens it has."""
+        ids = self._known.encode(messages)
+        if not (pictures := self._known.pictures) or self._lm.images is None:
+            return ids, len(ids)
+        return ids, len(ids) - len(pictures) + self._lm.images.count(pictures)
 
     def _answer(self, stream: TextStream, prompt: list[int]) -> Iterator[str]:
         pieces: list[str] = []

@@ -16,7 +16,7 @@ from bitnet_ops.errors import BitNetError
 from bitnet_ops.untrusted import printable
 from bitnet_ops.untrusted.bounded import BoundedProcess, ChildError, LimitError, ProcessError
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 THINK, END_OF_THOUGHT = "<think>", "</think>"
 
 _CPU_S = 2.0  # published templates take a millisecond

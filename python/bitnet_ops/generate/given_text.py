@@ -26,6 +26,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 
 from bitnet_ops.generate.chat import END_OF_THOUGHT, THINK
+from bitnet_ops.generate.pictures import Picture
 from bitnet_ops.generate.tokenizer_guard import TokenizerError, encoding
 
 _WRITTEN = ("content", "reasoning_content", "reasoning", "thinking")  # whole texts of a message
@@ -227,7 +228,10 @@ class Marks:
 
 
 class ChatText:
-    """A conversation as a text, and as ids in which special tokens are the template's alone."""
+    """A conversation as a text, and as ids in which special tokens are the template's alone.
+
+    `pictures`: those for which it has a padding token each, in their order.
+    """
 
     def __init__(
         self,
@@ -238,7 +242,7 @@ class ChatText:
         count: int = 0,
         same: bool = True,
     ) -> None:
-        self.text = text
+        self.text, self.pictures = text, list[Picture]()
         self._backend, self._coded = backend, text if coded is None else coded
         self._tokens, self._count, self._same = tokens or {}, count, same
 

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as Backend
 from bitnet_ops.generate import chat
 from bitnet_ops.generate.chat import ChatTemplateError
 from bitnet_ops.generate.given_text import ChatText, GivenText
+from bitnet_ops.generate.pictures import PictureMarks
 from bitnet_ops.generate.tokenizer_guard import (
     MOST_BYTES,
     MOST_TOKEN,
@@ -253,13 +254,16 @@ class Tokenizer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final: bool = False,
         most_tokens: int | None = None,
+        pictures: PictureMarks | None = None,
+        picture_ids: Sequence[int] = (),
     ) -> ChatText:
         """The text of `render_chat(...)`, which knows its ids.
 
         The special tokens among them are those that the template writes: where one is written out
         in what is given, in any text of it, it is read as plain text. continue_final: the text ends
         with that of the last message, which an answer is to continue. `most_tokens`: raises
-        TextLengthError, before the work, where there are certainly more.
+        TextLengthError, before the work, where there are certainly more. `pictures`: those whose
+        marks stand in messages, each of which becomes the tokens `picture_ids`.
         """
         template, given = self._given(messages, tools, chat_template_kwargs)
 
@@ -284,10 +288,17 @@ class Tokenizer:
                     "chat: expected a chat template that writes the last message as it is, to "
                     "continue it, got one that does not; end with a message of the user"
                 )
+        found_pictures = []
+        if pictures is not None and len(pictures):
+            found_pictures = pictures.found(text)
+            text = pictures.without(text, "".join(map(self.id_to_token, picture_ids)))
         check(text if marks is None else marks.take_back(text))
         if marks is None:
-            return ChatText(text, self._backend)
-        return self._given_text.read(text, marks)
+            result = ChatText(text, self._backend)
+        else:
+            result = self._given_text.read(text, marks)
+        result.pictures = found_pictures
+        return result
 
     def encode_chat(
         self,

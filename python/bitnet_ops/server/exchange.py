@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from bitnet_ops.errors import BitNetError
+from bitnet_ops.generate.pictures import PictureMarks
 from bitnet_ops.generate.run import TokenLogprobs
 
 # What is asked -----------------------------------------------------------------------------------
@@ -50,6 +51,7 @@ class Ask:
         messages: a conversation in OpenAI's form ("role", "content", "tool_calls",
             "tool_call_id", "reasoning_content"), arguments of tool calls parsed; or None and
         prompt: a text or token ids to continue.
+        pictures: those whose marks stand in messages.
         suffix: what comes behind the text to be filled in, of models that know how.
         sampling: what was stated, by the names of SamplingParams; the rest is the model's own.
         max_tokens: of each answer; None: as many as the server allows and the context holds.
@@ -66,6 +68,7 @@ class Ask:
     model: str = ""
     messages: Sequence[Mapping[str, Any]] | None = None
     prompt: str | Sequence[int] | None = None
+    pictures: PictureMarks | None = None
     suffix: str | None = None
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()

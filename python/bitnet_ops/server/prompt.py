@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bitnet_ops.generate.given_text import ChatText
+from bitnet_ops.generate.images import NO_TOWER
+from bitnet_ops.generate.prompt import PromptRows
 from bitnet_ops.generate.tokenizer import (
     ChatTemplateError,
     TextLengthError,
@@ -18,11 +20,12 @@ from bitnet_ops.server.catalog import Served, infill_ids
 from bitnet_ops.server.exchange import Ask, AskError
 from bitnet_ops.server.placing import read_placed
 from bitnet_ops.server.shape import AnswerShape
+from bitnet_ops.vision.errors import ImageError
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """ids: to run; text: the same as the chat template has written it, "" without one.
+    """ids: to count; text: the same as the chat template has written it, "" without one.
 
     shape: what the answers have to look like.
     """
@@ -30,15 +33,22 @@ class Prompt:
     ids: list[int]
     text: str
     shape: AnswerShape
+    parts: Sequence[int | PromptRows] = ()
+
+    @property
+    def whole(self) -> Sequence[int | PromptRows]:
+        """What the engine is given: the ids, or `parts`, where pictures stand in their place."""
+        return self.parts or self.ids
 
 
 def make_prompt(served: Served, ask: Ask) -> Prompt:
     """The prompt of `ask`; raises AskError, 400, for what the model cannot read or follow."""
     shape, text = AnswerShape(ask, served.lm.tokenizer, served.grammars), ""
+    chat: ChatText | None = None
     try:
         if ask.messages is not None:
             chat = read_chat(served, ask, shape, served.context_length)
-            text, ids = chat.text, chat.ids()
+            text, ids = chat.text, chat_ids(served, chat)
         else:
             ids = _text_ids(served, ask)
     except ChatTemplateError as error:
@@ -47,8 +57,32 @@ def make_prompt(served: Served, ask: Ask) -> Prompt:
         raise _too_long(served, ask, str(error).partition(", got ")[2]) from None
     except TokenizerError as error:
         raise AskError(str(error), field="prompt") from None
+    except ImageError as error:
+        raise AskError(str(error), field="messages") from None
     _check(served, ask, ids)
-    return Prompt(ids, text, shape)
+    parts: Sequence[int | PromptRows] = ()
+    if chat is not None and chat.pictures and served.lm.images is not None:
+        try:
+            parts = served.lm.images.expand(chat.ids(), chat.pictures)
+        except ImageError as error:
+            raise AskError(str(error), field="messages") from None
+    return Prompt(ids, text, shape, parts)
+
+
+def chat_ids(served: Served, chat: ChatText) -> list[int]:
+    """The ids of a conversation, with as many padding tokens as each picture has rows.
+
+    Reads no more of a picture than its header. Raises ImageError.
+    """
+    ids, images = chat.ids(), served.lm.images
+    if images is None or not chat.pictures:
+        return ids
+    images.count(chat.pictures)
+    pad, found = images.config.image_token_id, list[int]()
+    counts = iter([rows * columns for rows, columns in map(images.grid, chat.pictures)])
+    for i in ids:
+        found += [pad] * next(counts, 1) if i == pad else [i]
+    return found
 
 
 def read_chat(served: Served, ask: Ask, shape: AnswerShape, most_tokens: int) -> ChatText:
@@ -56,7 +90,9 @@ def read_chat(served: Served, ask: Ask, shape: AnswerShape, most_tokens: int) ->
 
     most_tokens: where there are certainly more, TextLengthError is raised before the work.
     """
-    options = template_options(served, ask)
+    options, images = template_options(served, ask), served.lm.images
+    if ask.pictures and images is None:
+        raise ImageError(*NO_TOWER)
 
     def read(messages: Sequence[Mapping[str, Any]]) -> ChatText:
         return served.lm.tokenizer.read_chat(
@@ -65,6 +101,8 @@ def read_chat(served: Served, ask: Ask, shape: AnswerShape, most_tokens: int) ->
             chat_template_kwargs=options,
             continue_final=ask.continues,
             most_tokens=most_tokens,
+            pictures=ask.pictures,
+            picture_ids=() if images is None else images.token_ids,
         )
 
     return read_placed(read, shape.messages)

@@ -382,7 +382,7 @@ class Answer:
                 params = _with_seed(params, index)
             try:
                 id = self._engine.add(
-                    self.ids,
+                    self._prompt.whole,
                     params,
                     limits,
                     adapter=self.served.adapter,

@@ -1,0 +1,162 @@
+"""Images: what a model's tower makes of pictures, as parts of prompts.
+
+A picture is decoded, resized and cut into patches (vision/), and the tower makes of each two by two
+patches a row, which stands in the prompt where a token's embedding would. Rows of the newest
+pictures are kept by what they were made of, so that a conversation's next turn needs no tower. The
+tower is loaded at the first picture. For any threads: one picture is computed at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from bitnet_ops import _runtime
+from bitnet_ops.formats.sglbitnt import Reader
+from bitnet_ops.generate.pictures import Picture
+from bitnet_ops.generate.prompt import PromptRows
+from bitnet_ops.vision.config import VisionConfig
+from bitnet_ops.vision.decode import LIMITS, ImageLimits, decode_image, image_size
+from bitnet_ops.vision.errors import ImageError
+from bitnet_ops.vision.preprocess import image_identity, patches, tokens_of
+from bitnet_ops.vision.tower import VisionTower
+from bitnet_ops.vision.weights import load_tower, vision_config
+
+KEPT_MB = 256
+# Of ImageError, where a model reads texts alone.
+NO_TOWER = (
+    "texts alone",
+    "a picture, and the model has no tower that would read it",
+    "convert the model with its tower (a checkpoint's own, or --mmproj FILE)",
+)
+
+
+class Images:
+    """Makes prompts of pictures for one model.
+
+    Args:
+        config: of the tower.
+        load: gives the tower; called once, at the first picture.
+        digest: tells this tower from others, where rows are found again by what made them.
+        limits: what pictures may cost; `max_tokens` of each above all.
+        kept_mb: MiB for rows of pictures that may come again.
+    Attributes: `config`, `limits`.
+    """
+
+    def __init__(
+        self,
+        config: VisionConfig,
+        load: Callable[[], VisionTower],
+        digest: bytes,
+        limits: ImageLimits = LIMITS,
+        kept_mb: float = KEPT_MB,
+    ) -> None:
+        self.config, self.limits = config, limits
+        self._load, self._digest, self._tower = load, digest, None
+        self._lock, self._most = threading.Lock(), int(kept_mb * 2**20)
+        self._kept: OrderedDict[bytes, PromptRows] = OrderedDict()
+        self._bytes = 0
+
+    def grid(self, picture: Picture) -> tuple[int, int]:
+        """(rows, columns) of a picture's tokens; reads its header alone. Raises ImageError."""
+        try:
+            height, width = image_size(picture.data, self.limits)
+            return tokens_of(height, width, self.config, self.limits.max_tokens)
+        except ImageError as error:
+            raise error.at(picture.where) from None
+
+    def count(self, pictures: Sequence[Picture]) -> int:
+        """How many tokens pictures have together. Raises ImageError for too many of either."""
+        self.limits.check_count(len(pictures))
+        total = sum(rows * columns for rows, columns in map(self.grid, pictures))
+        self.limits.check_total(total)
+        return total
+
+    def rows(self, picture: Picture) -> PromptRows:
+        """What stands in a prompt for a picture. Raises ImageError for one that cannot be read."""
+        grid, merge = self.grid(picture), self.config.spatial_merge_size
+        patched = grid[0] * merge, grid[1] * merge
+        identity = self._digest + image_identity(picture.data, patched, self.config)
+        with self._lock:
+            if (known := self._kept.get(identity)) is not None:
+                self._kept.move_to_end(identity)
+                return known
+            rows = PromptRows(self._computed(picture), self.config.image_token_id, identity, grid)
+            self._keep(identity, rows)
+            return rows
+
+    @torch.inference_mode()
+    def _computed(self, picture: Picture) -> torch.Tensor:
+        try:
+            image = decode_image(picture.data, self.limits)
+            pixels, grid = patches(image, self.config, self.limits.max_tokens)
+        except ImageError as error:
+            raise error.at(picture.where) from None
+        if self._tower is None:
+            self._tower = self._load()
+        return self._tower(pixels, [grid])[0]
+
+    def prompt_of(self, picture: Picture) -> list[int | PromptRows]:
+        """What stands in a prompt for a picture, with the tokens before and behind it."""
+        start, _, end = self.token_ids
+        return [start, self.rows(picture), end]
+
+    def _keep(self, identity: bytes, rows: PromptRows) -> None:
+        self._kept[identity] = rows
+        self._bytes += rows.rows.nbytes
+        while self._bytes > self._most and self._kept:
+            self._bytes -= self._kept.popitem(last=False)[1].rows.nbytes
+
+    def expand(self, ids: Sequence[int], pictures: Sequence[Picture]) -> list[int | PromptRows]:
+        """Ids, in which one padding token stands for each picture, with the pictures' rows.
+
+        Raises ImageError where there are more or fewer, or for a picture that cannot be read.
+        """
+        pad = self.config.image_token_id
+        if (count := sum(i == pad for i in ids)) != len(pictures):
+            raise ImageError(
+                f"a padding token for each of {len(pictures)} pictures", str(count),
+                "the tokenizer belongs to another model", "images",
+            )  # fmt: skip
+        self.count(pictures)
+        rest = iter(pictures)
+        return [self.rows(next(rest)) if i == pad else i for i in ids]
+
+    @property
+    def token_ids(self) -> tuple[int, int, int]:
+        """The tokens that stand for a picture in a text: before it, for padding, behind it."""
+        c = self.config
+        return c.vision_start_token_id, c.image_token_id, c.vision_end_token_id
+
+
+def open_images(file: Path, limits: ImageLimits = LIMITS) -> Images | None:
+    """Images of a model file; None for a model that reads texts alone.
+
+    The tower computes in bfloat16 where this CPU multiplies it, else in float32. Raises
+    UnsupportedModelError for a tower's config of another form.
+    """
+    reader = Reader(file, check_codes=False)
+    config = vision_config(reader.config)
+    if config is None:
+        return None
+    dtype = tower_dtype()
+    state = repr((reader.digest(), config, str(dtype))).encode()
+
+    def load() -> VisionTower:
+        tower = load_tower(reader, dtype)
+        assert tower is not None
+        return tower
+
+    return Images(config, load, hashlib.sha256(state).digest(), limits)
+
+
+def tower_dtype() -> torch.dtype:
+    """bfloat16 where this CPU multiplies it, else float32, which is then faster."""
+    features = _runtime.cpu_features()
+    fast = features.get("avx512_bf16", False) or features.get("amx_bf16", False)
+    return torch.bfloat16 if fast else torch.float32
