@@ -72,7 +72,7 @@ else:
     from typing_extensions import Unpack  # torch depends on it
 
 Folder = str | os.PathLike[str]
-# Of one prompt: a text, token ids, or parts among which pictures stand (LanguageModel.encode).
+# Of one prompt: a text, token ids, or parts among which pictures stand (LanguageModel.generate).
 Prompt = str | Sequence[Any] | Tensor
 DEMO_DIR = Path(__file__).parent / "data" / "demo"
 
@@ -357,7 +357,7 @@ class LanguageModel:
         self.model.remove_adapter(name)
 
     def image(self, source: str | os.PathLike[str] | bytes) -> list[int | PromptRows]:
-        """A picture as a part of a prompt, as in `lm.generate(["On ", lm.image("cat.png"), " is"])`.
+        """A picture as a part of a prompt, as in `lm.generate(["A ", lm.image("cat.png")])`.
 
         `source`: a file, or its bytes. Between the tokens that models are trained with stand its
         rows, f32 [tokens, hidden_size], which are kept for a while: the same picture costs nothing
@@ -379,17 +379,13 @@ class LanguageModel:
         except ImageError as error:
             raise error.at(str(source)) from None
 
-    def encode(self, prompt: Prompt) -> list[int] | list[int | PromptRows]:
+    def encode(self, prompt: str | Sequence[int] | Tensor) -> list[int]:
         """Token ids of one prompt: of a text, or ids (a list, a tensor [T] or [1, T]) as they are.
 
-        Or of several such parts in a list, between which pictures (`image`) or rows of one's own
-        (PromptRows) may stand; only the first one begins as a text begins. Raises TypeError for
-        anything else.
+        Raises TypeError for anything else.
         """
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if isinstance(prompt, list | tuple) and any(map(_has_rows, prompt)):
-            return self._encode_parts(prompt)
         if isinstance(prompt, list | tuple) and any(isinstance(p, str) for p in prompt):
             raise TypeError(
                 "prompt: expected one text or a list of token ids, got a "
@@ -397,21 +393,28 @@ class LanguageModel:
             )
         return token_ids(prompt)
 
-    def _encode_parts(self, parts: Sequence[Any]) -> list[int | PromptRows]:
+    def _encode(self, prompt: Prompt) -> Sequence[int | PromptRows]:
+        """As `encode`, of a prompt that may have pictures (`image`) or PromptRows among its parts.
+
+        Of these only the first text begins as texts begin.
+        """
+        if not isinstance(prompt, list | tuple) or not any(map(_has_rows, prompt)):
+            return self.encode(prompt)
         found: list[int | PromptRows] = []
-        for i, part in enumerate(parts):
+        for i, part in enumerate(prompt):
             if isinstance(part, str):
                 found += self.tokenizer.encode(part, add_special_tokens=i == 0)
             elif isinstance(part, PromptRows | int):
                 found.append(part)
-            elif isinstance(part, list | tuple):
-                found += part
             else:
-                found += token_ids(part)
+                found += part if isinstance(part, list | tuple) else token_ids(part)
         return found
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
         """Continue `prompt` (text or token ids) and return the continuation alone, as a str.
+
+        A list of texts and ids is one prompt too where pictures (`image`) or rows of one's own
+        (PromptRows) stand among them.
 
         Options, all neutral by default: max_new_tokens=128, temperature=0 (greedy), top_k=0,
         top_p=1, min_p=0, repetition_penalty=1, seed=None, frequency_penalty=0, presence_penalty=0,
@@ -436,7 +439,8 @@ class LanguageModel:
     ) -> list[Completion]:
         """As `generate` for several prompts at once; each answer is what it would be alone."""
         wanted = self._request("generate_batch", options)
-        return self._complete([self.encode(p) for p in _several("generate_batch", prompts)], wanted)
+        encoded = [self._encode(p) for p in _several("generate_batch", prompts)]
+        return self._complete(encoded, wanted)
 
     def embed(
         self, texts: str | Sequence[str] | Sequence[Sequence[int]], *, dimensions: int | None = None
@@ -499,7 +503,7 @@ class LanguageModel:
 
     def _stream(self, call: str, prompt: Any, options: GenerateOptions) -> TextStream:
         wanted = self._request(call, options)
-        run = self._start([self.encode(prompt)], wanted)
+        run = self._start([self._encode(prompt)], wanted)
         return TextStream(run, self.tokenizer, wanted.stop)
 
     def _start(

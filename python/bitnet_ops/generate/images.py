@@ -57,7 +57,8 @@ class Images:
         kept_mb: float = KEPT_MB,
     ) -> None:
         self.config, self.limits = config, limits
-        self._load, self._digest, self._tower = load, digest, None
+        self._load, self._digest = load, digest
+        self._tower: VisionTower | None = None
         self._lock, self._most = threading.Lock(), int(kept_mb * 2**20)
         self._kept: OrderedDict[bytes, PromptRows] = OrderedDict()
         self._bytes = 0
@@ -99,7 +100,8 @@ class Images:
             raise error.at(picture.where) from None
         if self._tower is None:
             self._tower = self._load()
-        return self._tower(pixels, [grid])[0]
+        rows: torch.Tensor = self._tower(pixels, [grid])[0]
+        return rows
 
     def prompt_of(self, picture: Picture) -> list[int | PromptRows]:
         """What stands in a prompt for a picture, with the tokens before and behind it."""

@@ -10,6 +10,7 @@ from typing import Any
 from bitnet_ops.generate.grammar import Grammars
 from bitnet_ops.language_model import LanguageModel
 from bitnet_ops.server.exchange import AskError
+from bitnet_ops.vision.sources import NOTHING, ImageSources
 
 
 class ModelGrammars:
@@ -25,12 +26,16 @@ class ModelGrammars:
 
 @dataclass(frozen=True)
 class Served:
-    """A model under a name; `adapter`: which LoRA adapter runs beside it."""
+    """A model under a name.
+
+    adapter: which LoRA adapter runs beside it. sources: what pictures may be fetched from.
+    """
 
     name: str
     lm: LanguageModel
     grammars: ModelGrammars
     adapter: str | None = None
+    sources: ImageSources = NOTHING
 
     @property
     def context_length(self) -> int:
@@ -66,6 +71,7 @@ class Served:
         found = ["completion"]
         if self.chat_template is not None:
             found += ["tools", *(["thinking"] if self.thinks else [])]
+            found += ["vision"] if self.lm.images is not None else []
         if infill_ids(self.lm) is not None:
             found.append("insert")
         return found

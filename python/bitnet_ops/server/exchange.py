@@ -88,6 +88,11 @@ class Ask:
     background: bool = False
 
 
+def remark(what: str) -> str:
+    """What the model is told in the place of something."""
+    return f"[{what}: left out, since it is not read here]"
+
+
 # What is told ------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from bitnet_ops.generate.given_text import ChatText
 from bitnet_ops.generate.images import NO_TOWER
+from bitnet_ops.generate.pictures import Picture, PictureMarks
 from bitnet_ops.generate.prompt import PromptRows
 from bitnet_ops.generate.tokenizer import (
     ChatTemplateError,
@@ -17,10 +18,11 @@ from bitnet_ops.generate.tokenizer import (
     TokenizerError,
 )
 from bitnet_ops.server.catalog import Served, infill_ids
-from bitnet_ops.server.exchange import Ask, AskError
+from bitnet_ops.server.exchange import Ask, AskError, remark
 from bitnet_ops.server.placing import read_placed
 from bitnet_ops.server.shape import AnswerShape
 from bitnet_ops.vision.errors import ImageError
+from bitnet_ops.vision.sources import image_bytes
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,29 @@ def make_prompt(served: Served, ask: Ask) -> Prompt:
     return Prompt(ids, text, shape, parts)
 
 
+def _read_pictures(
+    served: Served, marks: PictureMarks, messages: Sequence[Mapping[str, Any]]
+) -> None:
+    """Read what pictures name, where the model reads any. Raises ImageError."""
+    images = served.lm.images
+    for message in messages:
+        if message["role"] == "system" and (found := marks.found(message["content"])):
+            expected = "pictures in messages of users, answers and tools"
+            raise ImageError(expected, "one in a system message", "move it", found[0].where)
+
+    def read(picture: Picture) -> bytes:
+        try:
+            if images is None:
+                raise ImageError(*NO_TOWER)
+            data = picture.data or image_bytes(picture.source, served.sources, images.limits)
+            images.grid(Picture(data))
+            return data
+        except ImageError as error:
+            raise error.at(picture.where) from None
+
+    marks.read(read, lambda _: remark("image"), ImageError)
+
+
 def chat_ids(served: Served, chat: ChatText) -> list[int]:
     """The ids of a conversation, with as many padding tokens as each picture has rows.
 
@@ -91,8 +116,8 @@ def read_chat(served: Served, ask: Ask, shape: AnswerShape, most_tokens: int) ->
     most_tokens: where there are certainly more, TextLengthError is raised before the work.
     """
     options, images = template_options(served, ask), served.lm.images
-    if ask.pictures and images is None:
-        raise ImageError(*NO_TOWER)
+    if ask.pictures is not None and len(ask.pictures):
+        _read_pictures(served, ask.pictures, shape.messages)
 
     def read(messages: Sequence[Mapping[str, Any]]) -> ChatText:
         return served.lm.tokenizer.read_chat(

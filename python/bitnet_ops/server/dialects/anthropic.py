@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request
 from pydantic import Field
 
+from bitnet_ops.generate.pictures import PictureMarks
 from bitnet_ops.server.catalog import Served
 from bitnet_ops.server.dialects.fields import (
     MOST_MESSAGES,
@@ -49,7 +50,7 @@ from bitnet_ops.server.http import (
     sse,
     unless_gone,
 )
-from bitnet_ops.server.prompt import read_chat
+from bitnet_ops.server.prompt import chat_ids, read_chat
 from bitnet_ops.server.service import Answer
 from bitnet_ops.server.shape import AnswerShape
 
@@ -99,10 +100,11 @@ class CountRequest(Sampling):
     def ask(self) -> Ask:
         tools, choice, thinking = _tools(self.tools), self.tool_choice, self.thinking
         output = self.output_config or OutputConfig()
-        messages = _messages(self.system, self.messages)
+        messages, pictures = _messages(self.system, self.messages)
         return Ask(
             model=self.model or "",
             messages=messages,
+            pictures=pictures,
             tools=tools,
             tool_choice=tool_choice_of(choice and choice.model_dump(), tools),
             parallel_tools=not (choice and choice.disable_parallel_tool_use),
@@ -170,7 +172,9 @@ def _format(value: Mapping[str, Any] | None) -> Format:
     return Format("schema", schema)
 
 
-def _messages(system: str | list[Any] | None, turns: Sequence[Any]) -> list[dict[str, Any]]:
+def _messages(
+    system: str | list[Any] | None, turns: Sequence[Any]
+) -> tuple[list[dict[str, Any]], PictureMarks]:
     """As templates read them; turns of one side that follow each other are one, as Anthropic has
     it."""
     reader = Reader("messages")
@@ -183,10 +187,10 @@ def _messages(system: str | list[Any] | None, turns: Sequence[Any]) -> list[dict
     for message in reader.read(turns, _turn, lambda turn: turn.get("role") == "assistant"):
         plain = {"role", "content"} == message.keys() == (found[-1].keys() if found else ())
         if plain and message["role"] == found[-1]["role"]:
-            found[-1]["content"] += "\n" + message["content"]
+            found[-1]["content"] = reader.marks.joined([found[-1]["content"], message["content"]])
         else:
             found.append(message)
-    return found
+    return found, reader.marks
 
 
 def _turn(reader: Reader, turn: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -195,8 +199,8 @@ def _turn(reader: Reader, turn: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if role not in ("user", "assistant", "system"):
         reader.reject(f"messages of role user, assistant or system, got {role!r:.80}")
         role = "user"
-    said = _Said(role)
-    for part in content if isinstance(content, list) else [content]:
+    said = _Said(role, reader.marks)
+    for at, part in enumerate(content if isinstance(content, list) else [content]):
         block = part if isinstance(part, Mapping) else {}
         kind = str(block.get("type"))
         # of tools that ran at Anthropic, results stand in an answer, beside their calls
@@ -209,20 +213,23 @@ def _turn(reader: Reader, turn: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         elif role == "assistant" and (thought := thoughts_of({"content": [part]})):
             said.thoughts.append(thought)
         else:
-            said.texts.append(reader.text([part]))
+            said.texts.append(reader.text([{**part, "at": at} if block else part]))
     yield from said.take(last=True)
 
 
 class _Said:
     """What one side says until a result of a tool comes."""
 
-    def __init__(self, role: str) -> None:
-        self.role, self.told = role, False
+    def __init__(self, role: str, marks: PictureMarks) -> None:
+        self.role, self.told, self._marks = role, False, marks
         self.texts, self.thoughts, self.calls = list[str](), list[str](), list[dict[str, Any]]()
 
     def take(self, last: bool = False) -> Iterator[dict[str, Any]]:
         """The message, if there is one; of a turn that says nothing at all an empty one."""
-        text, thoughts = "\n".join(filter(None, self.texts)), "\n".join(filter(None, self.thoughts))
+        text, thoughts = (
+            self._marks.joined(filter(None, self.texts)),
+            "\n".join(filter(None, self.thoughts)),
+        )
         if self.texts or self.calls or (last and not self.told):
             message: dict[str, Any] = {"role": self.role, "content": text}
             if thoughts:
@@ -268,7 +275,7 @@ async def count_tokens(body: CountRequest, request: Request) -> Any:
 
 def _count(served: Served, ask: Ask, most: int) -> int:
     shape = AnswerShape(ask, served.lm.tokenizer, served.grammars)
-    return len(read_chat(served, ask, shape, most).ids())
+    return len(chat_ids(served, read_chat(served, ask, shape, most)))
 
 
 class _Message:

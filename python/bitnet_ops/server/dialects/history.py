@@ -17,7 +17,8 @@ from typing import Any
 from pydantic_core import from_json
 
 from bitnet_ops.errors import printable
-from bitnet_ops.server.exchange import AskError
+from bitnet_ops.generate.pictures import Picture, PictureMarks
+from bitnet_ops.server.exchange import AskError, remark
 
 _LOG = logging.getLogger(__name__)
 _TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
@@ -27,6 +28,8 @@ _THOUGHTS = ("reasoning_content", "reasoning", "reasoning_text", "thinking", "th
 # What a person would read of a part of another kind.
 _SAID = ("title", "context", "url", "text", "stdout", "stderr", "error_code", "tool_name")
 _MOST_DEPTH = 64
+# Chat completions, Responses, Anthropic and tools of MCP; Ollama's as `_turn` of ollama.py has it.
+_PICTURES = ("image_url", "input_image", "image")
 
 Message = dict[str, Any]
 
@@ -34,11 +37,12 @@ Message = dict[str, Any]
 class Reader:
     """Reads one conversation.
 
-    Attributes: `new`: whether what is read belongs to the newest turn.
+    Attributes: `new`: whether what is read belongs to the newest turn; `marks`: of its pictures.
     """
 
     def __init__(self, field: str) -> None:
-        self.field, self.new = field, False
+        self.field, self.new, self.marks = field, False, PictureMarks()
+        self._at = field  # the entry that is read
         self._left = Counter[str]()
 
     def read(
@@ -51,7 +55,7 @@ class Reader:
         found: list[Message] = []
         last = [i for i, one in enumerate(entries) if isinstance(one, Mapping) and answers(one)]
         for i, entry in enumerate(entries):
-            self.new = not last or i > last[-1]
+            self.new, self._at = not last or i > last[-1], f"{self.field}[{i}]"
             if isinstance(entry, Mapping):
                 found += messages(self, entry)
             else:
@@ -73,11 +77,12 @@ class Reader:
     # Texts ---------------------------------------------------------------------------------------
 
     def text(self, content: Any) -> str:
-        """The text of a content: a text, or parts with a line each."""
+        """The text of a content: a text, or parts with a line each, marks in place of pictures."""
         if isinstance(content, str) or content is None:
             return content or ""
         parts = content if isinstance(content, list) else [content]
-        return "\n".join(text for part in parts if (text := self._part(part)) is not None)
+        texts = (self._part(part, i) for i, part in enumerate(parts))
+        return self.marks.joined(text for text in texts if text is not None)
 
     def result(self, content: Any) -> str:
         """The text of what a tool gave."""
@@ -87,7 +92,7 @@ class Reader:
         finally:
             self.new = new
 
-    def _part(self, part: Any) -> str | None:
+    def _part(self, part: Any, at: int) -> str | None:
         """None: it is no part of the text."""
         if isinstance(part, str):
             return part
@@ -100,13 +105,16 @@ class Reader:
             if not isinstance(text, str):
                 self.reject(f"a part of type {kind} with a text text, got {str(text)[:80]!r}")
             return text if isinstance(text, str) else None
+        if kind in _PICTURES and (picture := picture_of(part)) is not None:
+            where = f"{self._at}.{part.get('field', 'content')}[{part.get('at', at)}]"
+            return self.marks.put(Picture(source=picture, where=where, needed=self.new))
         source = part.get("source")
         if isinstance(source, Mapping) and source.get("type") in ("text", "content"):
             found = [part.get("title"), source.get("data"), self.text(source.get("content"))]
             return "\n".join(text for text in found if isinstance(text, str) and text)
         self.reject(
             "parts of type text, or what a turn of this kind may have, got "
-            f"{str(kind)[:80]!r}; models here read texts alone"
+            f"{str(kind)[:80]!r}; texts and pictures alone are read here"
         )
         if kind in _THOUGHT_PARTS:
             return None
@@ -115,7 +123,7 @@ class Reader:
             said.append(inner)
         if not said:
             self.left_out(str(kind))
-            said = [f"[{str(kind)[:40]}: left out, since texts alone are read here]"]
+            said = [remark(str(kind)[:40])]
         return "\n".join(said)
 
     def name(self, value: Any) -> str:
@@ -124,6 +132,17 @@ class Reader:
             return value
         self.left_out("the name of a call")
         return "unknown"
+
+
+def picture_of(part: Mapping[str, Any]) -> str | None:
+    """What says where the picture of a part is found: a data: URI, base64, or an address.
+
+    None for a part in no known form, such as one that names an uploaded file.
+    """
+    found = part.get("image_url", part.get("source", part.get("data")))
+    if isinstance(found, Mapping):
+        found = found.get("url", found.get("data"))
+    return found if isinstance(found, str) and found else None
 
 
 def thoughts_of(message: Mapping[str, Any]) -> str:

@@ -146,10 +146,11 @@ class ChatBody(AnswerBody):
     tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS)] | None = None
 
     def ask(self) -> Ask:
-        messages = read_messages([_turn(turn) for turn in self.messages or ()])
+        messages, pictures = read_messages([_turn(turn) for turn in self.messages or ()])
         return Ask(
             **self.stated(),
             messages=messages,
+            pictures=pictures,
             tools=tools_of(self.tools),
             continues=bool(messages) and begins_answer(messages),
             background=is_background(messages),
@@ -157,13 +158,17 @@ class ChatBody(AnswerBody):
 
 
 def _turn(turn: Any) -> Any:
-    """A message of Ollama's in the form of chat completions: images are parts of the content."""
+    """A message of Ollama's in the form of chat completions: images are parts in front of it."""
     if not isinstance(turn, Mapping):
         return turn
-    images = turn.get("images")
-    parts = [{"type": "image"} for _ in images] if isinstance(images, list) else []
-    content = [turn.get("content") or "", *parts] if parts else turn.get("content")
+    images, content = turn.get("images"), turn.get("content")
+    if isinstance(images, list) and images:
+        content = [*map(_image, range(len(images)), images), *([content] if content else [])]
     return {**turn, "content": content, "name": turn.get("tool_name")}
+
+
+def _image(at: int, data: Any) -> dict[str, Any]:
+    return {"type": "image", "data": data, "field": "images", "at": at}
 
 
 class GenerateBody(AnswerBody):
@@ -174,14 +179,25 @@ class GenerateBody(AnswerBody):
     images: list[Any] | None = None
 
     def ask(self, served: Served) -> Ask:
-        _no_images(self.images)
         prompt = self.prompt or ""
         if self.raw or self.suffix or served.chat_template is None:
+            if self.images:
+                raise AskError(
+                    f"server: expected no images beside raw or suffix, got {len(self.images)}; "
+                    "leave these out",
+                    field="images",
+                )
             return Ask(**self.stated(), prompt=prompt, suffix=self.suffix)
-        messages = [{"role": "user", "content": prompt}]
+        turn = _turn({"role": "user", "content": prompt, "images": self.images})
+        messages, pictures = read_messages([turn])
         if self.system:
             messages.insert(0, {"role": "system", "content": self.system})
-        return Ask(**self.stated(), messages=messages, background=is_background(messages))
+        return Ask(
+            **self.stated(),
+            messages=messages,
+            pictures=pictures,
+            background=is_background(messages),
+        )
 
 
 def _format(value: Any) -> Format:
@@ -195,14 +211,6 @@ def _format(value: Any) -> Format:
     raise AskError(
         f'server: expected format "json" or a JSON schema, got {value[:80]!r}', field="format"
     )
-
-
-def _no_images(images: Sequence[Any] | None) -> None:
-    if images:
-        raise AskError(
-            f"server: expected no images, got {len(images)}; models here read texts alone",
-            field="images",
-        )
 
 
 # What is told ------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 from torch import Tensor
 
+from bitnet_ops.generate.pictures import PictureMarks
 from bitnet_ops.generate.run import TokenLogprobs
 from bitnet_ops.generate.tokenizer import Tokenizer
 from bitnet_ops.server.dialects.fields import (
@@ -104,10 +105,11 @@ class ChatRequest(Sampling, ThinkingFields):
         if self.logit_bias:
             sampling["logit_bias"] = self.logit_bias
         limit = self.max_completion_tokens or self.max_tokens
-        messages = read_messages(self.messages)
+        messages, pictures = read_messages(self.messages)
         return Ask(
             model=self.model,
             messages=messages,
+            pictures=pictures,
             tools=tools,
             tool_choice=tool_choice_of(self.tool_choice, tools),
             parallel_tools=self.parallel_tool_calls is not False,
@@ -156,9 +158,11 @@ def begins_answer(messages: list[dict[str, Any]]) -> bool:
     return begun
 
 
-def read_messages(entries: Sequence[Any]) -> list[dict[str, Any]]:
-    """A conversation in the form of chat completions, as templates read it."""
-    return Reader("messages").read(entries, _message, lambda one: one.get("role") == "assistant")
+def read_messages(entries: Sequence[Any]) -> tuple[list[dict[str, Any]], PictureMarks]:
+    """A conversation in the form of chat completions, as templates read it, and its pictures."""
+    reader = Reader("messages")
+    found = reader.read(entries, _message, lambda one: one.get("role") == "assistant")
+    return found, reader.marks
 
 
 _ROLES = {"developer": "system", "function": "tool"}

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request
 from pydantic import Field
 
+from bitnet_ops.generate.pictures import PictureMarks
 from bitnet_ops.server.dialects.fields import (
     MOST_MESSAGES,
     MOST_TOOLS,
@@ -73,15 +74,15 @@ class ResponseRequest(Sampling):
     conversation: Any = None
     background: bool | None = None
 
-    def messages(self) -> list[dict[str, Any]]:
+    def messages(self) -> tuple[list[dict[str, Any]], PictureMarks]:
         given = self.input
         items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        found = messages_of(items) if given else []
+        found, pictures = messages_of(items if given else [])
         if self.instructions:
             found.insert(0, {"role": "system", "content": self.instructions})
-        return found
+        return found, pictures
 
-    def ask(self, messages: Sequence[dict[str, Any]]) -> Ask:
+    def ask(self, messages: Sequence[dict[str, Any]], pictures: PictureMarks) -> Ask:
         for name in ("previous_response_id", "conversation"):
             if getattr(self, name) is not None:
                 raise AskError(
@@ -97,6 +98,7 @@ class ResponseRequest(Sampling):
         return Ask(
             model=self.model,
             messages=messages,
+            pictures=pictures,
             tools=tools,
             tool_choice=tool_choice_of(self.tool_choice if tools else None, tools),
             parallel_tools=self.parallel_tool_calls is not False,
@@ -112,12 +114,13 @@ class ResponseRequest(Sampling):
 # Items to messages -------------------------------------------------------------------------------
 
 
-def messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
+def messages_of(items: Sequence[Any]) -> tuple[list[dict[str, Any]], PictureMarks]:
     """A conversation in the form of chat completions: calls and thoughts join the message of their
     turn."""
     found: list[dict[str, Any]] = []
     thoughts: list[str] = []
-    for message in Reader("input").read(items, _item, _of_an_answer):
+    reader = Reader("input")
+    for message in reader.read(items, _item, _of_an_answer):
         if message["role"] != "assistant":
             found.append(message)
             continue
@@ -132,7 +135,7 @@ def messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
             message["reasoning_content"] = text
         thoughts = []
         found.append(message)
-    return found
+    return found, reader.marks
 
 
 def _of_an_answer(item: Mapping[str, Any]) -> bool:
@@ -327,8 +330,8 @@ class _Response:
 @router.post("/responses", include_in_schema=False)
 async def responses(body: ResponseRequest, request: Request) -> Any:
     service = service_of(request)
-    messages = body.messages()
-    ask = body.ask(messages)
+    messages, pictures = body.messages()
+    ask = body.ask(messages, pictures)
     served = service.catalog.find(body.model)
     if not messages:  # how Codex finds out whether anybody is there
         response = _Response(body, None, served.name)
