@@ -215,7 +215,7 @@ struct Bench {
       logit_rows.push_back((q + 1) * tokens - 1);
     }
     batch.tokens = s.streams;
-    batch.positions = positions.data();
+    batch.positions.time = positions.data();
     batch.slots = slots.data();
     batch.logit_rows = logit_rows.data();
     batch.logit_count = sequences;

@@ -68,7 +68,9 @@ BITNET_LIBRARY(m) {
   m.def("hadamard(Tensor x, Tensor signs, bool inverse=False) -> Tensor");
   // x F [..., H, D], positions int64 [...], inv_freq float32 [D / 2] -> F [..., H, D]; cosines and
   //   sines are multiplied by attention_factor
-  m.def("rope(Tensor x, Tensor positions, Tensor inv_freq, float attention_factor=1.0) -> Tensor");
+  m.def(
+      "rope(Tensor x, Tensor positions, Tensor inv_freq, float attention_factor=1.0, "
+      "int[] sections=[]) -> Tensor");
   // x F [..., K], norm_weight F [K], {q,k,v}_weight W, {q,k,v}_scale float32 [1], [N] or S,
   //   shape [N, K] of q, of k and of v, or empty -> q, k, v F [..., N of each]
   m.def(

@@ -91,13 +91,28 @@ void gated(const Rows& x, GatedRow activation, const Rows& y) {
   });
 }
 
-void rope(const Rows& x, const int64_t* positions, int64_t heads, const Rope& rope, const Rows& y) {
+bool set_sections(std::span<const int64_t> sections, int64_t pairs, Rope& rope) {
+  if (sections.size() != 3) return false;
+  int64_t sum = 0;
+  for (const int64_t count : sections) {
+    if (count < 0 || count > pairs) return false;
+    sum += count;
+  }
+  const int64_t height = sections[1], width = sections[2];
+  // The last pairs of the two are 3 * height - 2 and 3 * width - 1.
+  if (sum != pairs || 3 * height - 2 >= pairs || 3 * width - 1 >= pairs) return false;
+  rope.height_pairs = height, rope.width_pairs = width;
+  return true;
+}
+
+void rope(const Rows& x, const Positions& positions, int64_t heads, const Rope& rope,
+          const Rows& y) {
   if (x.count == 0) return;
   const int64_t dim = x.width, tokens = x.count / heads;
   Scratch<float> angles(tokens * dim);
   parallel_ranges(tokens, dim * 16, kMinElements, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t)
-      rope_angles(positions[t], rope, dim / 2, angles.get() + t * dim);
+      rope_angles(positions, t, rope, dim / 2, angles.get() + t * dim);
   });
   for_rows(x, 2 * dim, [&](int64_t r, float* row) {
     load(x, r, row);
@@ -106,8 +121,10 @@ void rope(const Rows& x, const int64_t* positions, int64_t heads, const Rope& ro
   });
 }
 
-void rope_angles(int64_t position, const Rope& rope, int64_t half, float* row) {
+void rope_angles(const Positions& positions, int64_t token, const Rope& rope, int64_t half,
+                 float* row) {
   for (int64_t i = 0; i < half; ++i) {
+    const int64_t position = positions.of(token, rope.axis_of(i));
     const double angle = static_cast<float>(position) * rope.inv_freq[i];
     row[i] = static_cast<float>(std::cos(angle)) * rope.attention_factor;
     row[half + i] = static_cast<float>(std::sin(angle)) * rope.attention_factor;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string_view>
 
 #include "kernels/kernel_table.h"
@@ -34,15 +35,34 @@ void gated(const Rows& x, GatedRow activation, const Rows& y);
 void gated(const Rows& gate, const Rows& up, GatedRow activation, const Rows& y);
 // KernelTable::hadamard_row of every row.
 void hadamard(const Rows& x, const float* signs, int64_t block, bool signs_last, const Rows& y);
+// Where tokens stand, on up to three axes: time, height and width of an image's patches. The axes
+// of a text agree.
+struct Positions {
+  const int64_t* time = nullptr;  // [tokens]; the other axes follow, [3, tokens]
+  int64_t axis_stride = 0;        // from one axis to the next; 0: all agree
+  int64_t of(int64_t token, int64_t axis) const { return time[axis * axis_stride + token]; }
+};
 // Rotary embedding: pair i of a head turns by position * inv_freq[i]; cosines and sines are
 // multiplied by attention_factor, which some scalings of the context call for (1: plain).
 struct Rope {
   const float* inv_freq;
   float attention_factor;
+  // Pairs that turn by height and by width, interleaved: pairs 1, 4, 7, ... and 2, 5, 8, ... The
+  // others turn by time.
+  int64_t height_pairs = 0, width_pairs = 0;
+  int64_t axis_of(int64_t pair) const {
+    if (pair % 3 == 1 && pair < 3 * height_pairs) return 1;
+    return pair % 3 == 2 && pair < 3 * width_pairs ? 2 : 0;
+  }
 };
-// Rows of heads, `heads` of a token, whose positions are [count / heads].
-void rope(const Rows& x, const int64_t* positions, int64_t heads, const Rope& rope, const Rows& y);
+// Whether `sections`, how many of the pairs turn by time, height and width, can be those of `rope`,
+// which they then are. Height and width have at most every third pair each.
+bool set_sections(std::span<const int64_t> sections, int64_t pairs, Rope& rope);
+// Rows of heads, `heads` of a token, of [count / heads] tokens.
+void rope(const Rows& x, const Positions& positions, int64_t heads, const Rope& rope,
+          const Rows& y);
 // row [2 * half]: cosines, then sines.  The angle is a float32 product of float32 factors.
-void rope_angles(int64_t position, const Rope& rope, int64_t half, float* row);
+void rope_angles(const Positions& positions, int64_t token, const Rope& rope, int64_t half,
+                 float* row);
 
 }  // namespace bitnet::engine

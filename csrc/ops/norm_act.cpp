@@ -3,6 +3,7 @@
 #include "engine/row_ops.h"
 
 #include <cmath>
+#include <vector>
 
 #include "ops/checks.h"
 #include "ops/register.h"
@@ -124,7 +125,7 @@ Tensor hadamard(const Tensor& x_in, const Tensor& signs, bool inverse) {
 }
 
 Tensor rope(const Tensor& x_in, const Tensor& positions_in, const Tensor& inv_freq_in,
-            double attention_factor) {
+            double attention_factor, std::vector<int64_t> sections) {
   const Check check("rope");
   check.float_dtype(x_in, "x");
   check.min_dim(x_in, "x", 2);
@@ -135,7 +136,17 @@ Tensor rope(const Tensor& x_in, const Tensor& positions_in, const Tensor& inv_fr
     check.fail("x", "with an even head dimension from 2 to " + std::to_string(kLargestHead),
                std::to_string(dim));
   check.dtype(positions_in, "positions", ScalarType::Long);
-  check.shape(positions_in, "positions", Shape(shape.begin(), shape.end() - 2));
+  Shape placed = sections.empty() ? Shape{} : Shape{3};
+  for (size_t i = 0; i + 2 < shape.size(); ++i) placed.push_back(shape[i]);
+  engine::Rope rope{nullptr, static_cast<float>(attention_factor)};
+  if (!sections.empty()) {
+    if (!engine::set_sections(sections, dim / 2, rope))
+      check.fail("sections",
+                 "of pairs that turn by time, height and width, " + std::to_string(dim / 2) +
+                     " together, at most a third of them by height and by width",
+                 shape_text(sections));
+  }
+  check.shape(positions_in, "positions", placed);
   check.dtype(inv_freq_in, "inv_freq", ScalarType::Float);
   check.shape(inv_freq_in, "inv_freq", {dim / 2});
   if (!(attention_factor > 0.0 && std::isfinite(attention_factor)))
@@ -144,8 +155,9 @@ Tensor rope(const Tensor& x_in, const Tensor& positions_in, const Tensor& inv_fr
   const Tensor inv_freq = as_contiguous(inv_freq_in);
   Tensor y = empty(shape, x.scalar_type());
   const engine::Rows rows = rows_view(x);
-  engine::rope(rows, data<int64_t>(positions), heads,
-               {data<float>(inv_freq), static_cast<float>(attention_factor)}, rows_like(rows, y));
+  rope.inv_freq = data<float>(inv_freq);
+  const int64_t axis_stride = sections.empty() ? 0 : positions.numel() / 3;
+  engine::rope(rows, {data<int64_t>(positions), axis_stride}, heads, rope, rows_like(rows, y));
   return y;
 }
 

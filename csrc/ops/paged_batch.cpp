@@ -42,9 +42,11 @@ void copy_indices(const Check& check, const Tensor& t, const char* argument, con
                   std::vector<int64_t>& copy) {
   check_index_type(check, t, argument);
   check.shape(t, argument, shape);
-  const int64_t n = t.size(0);
-  copy.resize(static_cast<size_t>(n));
-  if (n > 0) copy_row(t, 0, n, t.stride(0), copy.data());
+  const bool rows = t.dim() == 2;
+  const int64_t n = t.size(rows ? 1 : 0), count = rows ? t.size(0) : 1;
+  copy.resize(static_cast<size_t>(count * n));
+  for (int64_t r = 0; n > 0 && r < count; ++r)
+    copy_row(t, rows ? r * t.stride(0) : 0, n, t.stride(rows ? 1 : 0), copy.data() + r * n);
 }
 
 void PagedBatch::set(const Check& check, const Tensor& query_start_loc, const Tensor& seq_lens,

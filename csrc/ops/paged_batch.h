@@ -10,7 +10,7 @@
 
 namespace bitnet::ops {
 
-// int64 or int32 of the given shape, as int64.
+// int64 or int32 of the given shape, [n] or [rows, n], as int64.
 void copy_indices(const Check& check, const Tensor& t, const char* argument, const Shape& shape,
                   std::vector<int64_t>& copy);
 

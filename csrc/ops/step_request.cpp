@@ -57,7 +57,10 @@ void copy_draws(const Check& check, const Tensor& draws, int64_t rows,
 
 void StepRequest::set(const Check& check, const Named& step, const engine::Program& program,
                       int64_t tokens, int64_t blocks, int64_t block_size, const StatePool* states) {
-  copy_indices(check, step.get(check, "positions"), "positions", {tokens}, positions_);
+  const Tensor& positions = step.get(check, "positions");
+  has_axes_ = positions.dim() == 2;
+  copy_indices(check, positions, "positions", has_axes_ ? Shape{3, tokens} : Shape{tokens},
+               positions_);
   for (const int64_t position : positions_) {
     if (position < 0) check.fail("positions", "at least 0", std::to_string(position));
   }
@@ -84,7 +87,8 @@ void StepRequest::set(const Check& check, const Named& step, const engine::Progr
 }
 
 void StepRequest::fill(engine::Batch& batch) const {
-  batch.positions = positions_.data();
+  batch.positions = {positions_.data(),
+                     has_axes_ ? static_cast<int64_t>(positions_.size()) / 3 : 0};
   batch.slots = slots_.data();
   batch.logit_rows = logit_rows_.data();
   batch.logit_count = rows();

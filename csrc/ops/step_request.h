@@ -26,7 +26,7 @@ class StepRequest {
   PagedBatch sequences_;
   std::vector<engine::StateStep> state_steps_;
   std::vector<engine::Noise> noise_;
-  bool adapted_ = false, noisy_ = false;
+  bool has_axes_ = false, adapted_ = false, noisy_ = false;
 };
 
 }  // namespace bitnet::ops

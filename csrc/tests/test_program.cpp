@@ -164,7 +164,7 @@ struct Model {
     keys.assign(at(kLayers * layer), 0.25f);
     values.assign(at(kLayers * layer), 0.5f);
     batch.tokens = per_sequence + 1;
-    batch.positions = positions.data();
+    batch.positions.time = positions.data();
     batch.slots = slots.data();
     batch.logit_rows = logit_rows.data();
     batch.logit_count = static_cast<int64_t>(logit_rows.size());

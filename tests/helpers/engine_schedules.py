@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
 from bitnet_ops.generate import scheduler
 from bitnet_ops.generate.engine import Engine
+from bitnet_ops.generate.prompt import PromptRows, split_prompt
 from bitnet_ops.generate.request import Failed, Limits, NewToken
 from bitnet_ops.generate.sampling import SamplingParams
 from bitnet_ops.generate.scheduler import SchedulerOptions
@@ -25,10 +26,15 @@ from bitnet_ops.generate.speculation import MOST_DRAFTS
 from bitnet_ops.models import Decoder
 from bitnet_ops.nn.blocks import PoolFullError
 
+Prompt: TypeAlias = "list[int | PromptRows]"
+
 
 @dataclass(frozen=True)
 class Form:
-    """longest: of what prompts share, longest_answer, both in tokens; positions: of a pool."""
+    """longest: of what prompts share, longest_answer, both in tokens; positions: of a pool.
+
+    rows: that may stand among the tokens of prompts.
+    """
 
     vocab: int
     longest: int
@@ -36,10 +42,11 @@ class Form:
     positions: tuple[int, ...]
     longest_answer: int = 40
     watermark: float = SchedulerOptions.watermark
+    rows: tuple[PromptRows, ...] = ()
 
 
 def alone(
-    model: Decoder, prompt: list[int], params: SamplingParams, limits: Limits, **options: Any
+    model: Decoder, prompt: Prompt, params: SamplingParams, limits: Limits, **options: Any
 ) -> list[int]:
     engine = Engine(model, scheduling=SchedulerOptions(prefix_cache=False), **options)
     return list(engine.generate([prompt], params, limits)[0].token_ids)
@@ -60,12 +67,15 @@ class Drafter:
         return []
 
 
-def prompts_of(rng: random.Random, form: Form) -> list[list[int]]:
-    def some(least: int, most: int) -> list[int]:
-        return [rng.randrange(form.vocab) for _ in range(rng.randint(least, most))]
+def prompts_of(rng: random.Random, form: Form) -> list[Prompt]:
+    def some(least: int, most: int) -> Prompt:
+        found: Prompt = [rng.randrange(form.vocab) for _ in range(rng.randint(least, most))]
+        while form.rows and rng.random() < 0.5:
+            found.insert(rng.randint(0, len(found)), rng.choice(form.rows))
+        return found
 
     base = some(1, form.longest)
-    found: list[list[int]] = []
+    found: list[Prompt] = []
     for _ in range(rng.randint(2, 8)):
         kind = rng.random()
         if kind < 0.5:
@@ -107,7 +117,8 @@ def run_schedule(
         stops = frozenset(rng.sample(range(form.vocab), rng.choice([0, 20])))
         limits = Limits(rng.randint(1, form.longest_answer), stops)
         wanted.append(alone(model, prompt, params, limits))
-        drafter.texts.append(prompt + wanted[-1])
+        ids, runs = split_prompt(prompt, model.config.hidden_size)
+        drafter.texts.append(list(ids if runs is None else runs.content(ids)) + wanted[-1])
         jobs.append((prompt, params, limits, rng.choice([0, 3, MOST_DRAFTS])))
     options: dict[str, Any] = {"block_size": rng.choice(form.block_sizes)}
     if seed // 2 % 2 == 0:

@@ -668,6 +668,10 @@ _BINDING_REJECTIONS: Rejections = [
     (text_with("hidden=70", "hidden=71"), "L0.in.weight", "of shape [71], got [70]"),
     (text_with("width=150", "width=149"), "L0.gate.weight", "with 149 rows, got 150"),
     (text_with("heads=4", "heads=3"), "key heads of line 3 (attention)", "of kv_heads=2, got 3"),
+    *(
+        (text_with("factor=", f"sections={wrong} factor="), "key sections of line 2", wrong)
+        for wrong in ("3,3", "3,3,3", "4,4,0", "3,3,2,", "3,,2", "3;3,2", "-1,5,4")
+    ),
     (text_with("activation=relu2", "activation=gelu"), "key activation of line 4", "got gelu"),
 ]  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -405,9 +405,24 @@ spec(
 # rope ---------------------------------------------------------------------------------------------
 
 
-def rope(x: Tensor, positions: Tensor, inv_freq: Tensor, attention_factor: float = 1.0) -> Tensor:
-    """F [..., H, D] rotated by positions [...]; half-split; products and sum in float32."""
+def rope(
+    x: Tensor,
+    positions: Tensor,
+    inv_freq: Tensor,
+    attention_factor: float = 1.0,
+    sections: Sequence[int] = (),
+) -> Tensor:
+    """F [..., H, D] rotated by positions [...]; half-split; products and sum in float32.
+
+    With sections positions [3, ...], whose angles are interleaved as transformers' Qwen3.5 does.
+    """
     angle = (positions.to(torch.float32)[..., None] * inv_freq).double()[..., None, :]
+    if sections:
+        angle, *axes = angle
+        angle = angle.clone()
+        for first, (count, axis) in enumerate(zip(sections[1:], axes, strict=True), 1):
+            taken = slice(first, 3 * count, 3)
+            angle[..., taken] = axis[..., taken]
     cos, sin = ((f(angle).float() * attention_factor) for f in (torch.cos, torch.sin))
     first, second = x.to(torch.float32).chunk(2, dim=-1)
     rotated = [first * cos - second * sin, second * cos + first * sin]
@@ -434,7 +449,18 @@ def _rope_samples() -> Built:
     yield "batch", lambda g: (
         activations(g, 2, 3, 4, 6), _places(g, 2, 3), frequencies(6, 5e5), 1.1386294,
     )  # fmt: skip
+    for pairs, sections in ((32, [11, 11, 10]), (8, [3, 3, 2]), (5, [5, 0, 0]), (6, [4, 2, 0])):
+        yield f"sections_{pairs}", lambda g, n=2 * pairs, s=sections: (
+            activations(g, 3, 4, n), _places(g, 3, 3), frequencies(n), 1.0, s,
+        )  # fmt: skip
+    yield "sections_batch", lambda g: (
+        activations(g, 2, 3, 4, 16, dtype=BF16), _places(g, 3, 2, 3), frequencies(16), 1.5,
+        [4, 2, 2],
+    )  # fmt: skip
     yield "one_token", lambda g: (activations(g, 5, 64), torch.tensor(100), frequencies(64), 0.5)
+    yield "sections_no_heads", lambda g: (
+        activations(g, 3, 0, 16), _places(g, 3, 3), frequencies(16), 1.0, [3, 3, 2],
+    )  # fmt: skip
     yield "no_tokens", lambda g: (activations(g, 0, 4, 8), _places(g, 0), frequencies(8))
     yield "no_heads", lambda g: (activations(g, 3, 0, 8), _places(g, 3), frequencies(8))
     yield "view_of_qkv", lambda g: (
@@ -454,6 +480,13 @@ _ROPE_REJECTIONS: Rejections = [
     ({"inv_freq": to("inv_freq", F64)}, "inv_freq", "of dtype float32, got float64"),
     ({"inv_freq": lambda a: a["inv_freq"][None]}, "inv_freq", "of shape [8], got [1, 8]"),
     ({"inv_freq": narrow("inv_freq")}, "inv_freq", "of shape [8], got [7]"),
+    ({"sections": value([3, 3, 2])}, "positions", "of shape [3, 3], got [3]"),
+    ({"sections": value([3, 3])}, "sections", "8 together, at most a third of them"),
+    ({"sections": value([3, 3, 3])}, "sections", "got [3, 3, 3]"),
+    ({"sections": value([4, 4, 0])}, "sections", "got [4, 4, 0]"),
+    ({"sections": value([5, 0, 3])}, "sections", "got [5, 0, 3]"),
+    ({"sections": value([9, -1, 0])}, "sections", "got [9, -1, 0]"),
+    ({"sections": value([2**62, 2**62, 2**62])}, "sections", "8 together"),
     ({"attention_factor": value(0.0)}, "attention_factor", "finite and positive"),
     ({"attention_factor": value(float("nan"))}, "attention_factor", "finite and positive, got nan"),
 ]  # fmt: skip

@@ -426,6 +426,27 @@ def test_a_hybrid_is_the_same_nested_and_flat() -> None:
     assert nested.family.norm_offset == 1 and nested.rotation is None
 
 
+@pytest.mark.parametrize(
+    ("change", "sections"),
+    [
+        ({}, None),  # 11 + 11 + 10 pairs, where a head of 64 turns 8
+        ({"mrope_section": [3, 3, 2]}, (3, 3, 2)),
+        ({"mrope_section": [8, 0, 0]}, (8, 0, 0)),
+        ({"mrope_section": [3, 3, 2], "mrope_interleaved": False}, None),
+        ({"mrope_section": [3, 3, 2], "mrope_interleaved": None}, None),
+        ({"mrope_section": [2, 2, 4]}, None),
+        ({"mrope_section": [3, 3, 2, 0]}, None),
+        ({"mrope_section": "3,3,2"}, None),
+        ({"mrope_section": [3.0, 3, 2]}, None),
+    ],
+)
+def test_sections_of_the_rope_are_read_or_the_model_reads_texts(
+    change: dict[str, Any], sections: tuple[int, ...] | None
+) -> None:
+    rope = {**QWEN35_TEXT["rope_parameters"], **change}  # type: ignore[dict-item]
+    assert ModelConfig.from_hf({**QWEN35_TEXT, "rope_parameters": rope}).rope_sections == sections
+
+
 def test_layer_types_win_over_the_interval() -> None:
     kinds = ["full_attention", "linear_attention"] * 4
     found = ModelConfig.from_hf({**QWEN35_TEXT, "layer_types": kinds}).delta_net

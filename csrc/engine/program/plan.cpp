@@ -136,7 +136,7 @@ void Step::fill_token(int64_t token) const {
   std::copy_n(batch.x + token * hidden, hidden, x + token * hidden);
   for (int64_t i = 0; i < ropes; ++i) {
     const NamedRope& rope = program->ropes()[static_cast<size_t>(i)];
-    rope_angles(batch.positions[token], rope.rope, rope.dim / 2, angles(i, token));
+    rope_angles(batch.positions, token, rope.rope, rope.dim / 2, angles(i, token));
   }
 }
 

@@ -33,8 +33,8 @@ struct LayeredPool {
 // What a step is given: new tokens of any sequences, one sequence's behind the other's.
 struct Batch {
   int64_t tokens = 0;
-  const float* x = nullptr;             // [tokens, hidden], embedded
-  const int64_t* positions = nullptr;   // [tokens]
+  const float* x = nullptr;  // [tokens, hidden], embedded
+  Positions positions;
   const int64_t* slots = nullptr;       // [tokens], where their keys and values go
   const int64_t* logit_rows = nullptr;  // [logit_count], at most `tokens`, in any order
   int64_t logit_count = 0;

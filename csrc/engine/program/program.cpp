@@ -2,6 +2,7 @@
 #include "engine/program/program.h"
 
 #include <algorithm>
+#include <charconv>
 
 #include "engine/blocks/blocks.h"
 #include "engine/head.h"
@@ -26,6 +27,22 @@ int64_t count_adapters(const std::vector<Line>& lines) {
     count = std::max(count, Keys(line).integer("adapter", 0, kMaxAdapters - 1) + 1);
   }
   return count;
+}
+
+// "11,11,10": how many pairs turn by time, height and width.
+void read_sections(Keys& keys, int64_t pairs, Rope& rope) {
+  const std::string text = keys.word("sections");
+  std::vector<int64_t> counts;
+  const char *at = text.data(), *const end = at + text.size();
+  for (bool more = true; more;) {
+    const auto [next, error] = std::from_chars(at, end, counts.emplace_back());
+    more = error == std::errc() && next != end && *next == ',';
+    at = more ? next + 1 : next;
+  }
+  if (at != end || !set_sections(counts, pairs, rope))
+    keys.fail("sections",
+              "of pairs that turn by time,height,width, " + std::to_string(pairs) + " together",
+              text);
 }
 
 }  // namespace
@@ -171,6 +188,7 @@ void Program::read_rope(Keys& keys, TensorSource& source) {
   const float factor = keys.number("factor", 1.0f);
   if (!(factor > 0)) keys.fail("factor", "above 0", std::to_string(factor));
   rope.rope = {source.floats(keys.word("inv_freq"), rope.dim / 2), factor};
+  if (keys.has("sections")) read_sections(keys, rope.dim / 2, rope.rope);
   for (const NamedRope& other : ropes_) {
     if (other.name == rope.name) keys.fail("name", "a name of its own", rope.name + " again");
   }

@@ -103,5 +103,10 @@ def rotated(c: Ops, line: Line, heads: Tensor) -> Tensor:
     """Heads by their positions, in the features for which the rope has frequencies."""
     inv_freq, factor = c.ropes[str(line.keys["rope"])]
     first, rest = heads.tensor_split([2 * len(inv_freq)], dim=-1)
-    first = c.ops.rope(first.contiguous(), c.positions, inv_freq, factor)
+    first, positions, sections = first.contiguous(), c.positions, list[int]()
+    if positions.dim() == heads.dim() - 1:  # in time, height and width
+        sections = list(c.sections(str(line.keys["rope"])))
+        positions = positions if sections else positions[0]
+    more = (sections,) if sections else ()
+    first = c.ops.rope(first, positions, inv_freq, factor, *more)
     return torch.cat([first, rest], dim=-1) if rest.shape[-1] else first

@@ -119,7 +119,7 @@ def listing(config: ModelConfig, dtype: str = "float32", attention_factor: float
         model["sub_norm_eps"] = c.sub_norm_eps
     if c.linear_norms:
         model["linear_norm_eps"] = c.linear_norm_eps
-    ropes = [_rope(GLOBAL_ROPE, c.rotary_dim, attention_factor)]
+    ropes = [_rope(GLOBAL_ROPE, c.rotary_dim, attention_factor, c.rope_sections)]
     if c.scalings.local:
         ropes.append(_rope(LOCAL_ROPE, c.rotary_dim, 1.0))
     kinds = [
@@ -136,5 +136,9 @@ def listing(config: ModelConfig, dtype: str = "float32", attention_factor: float
     )
 
 
-def _rope(name: str, dim: int, factor: float) -> Line:
-    return Line("rope", {"name": name, "dim": dim, "inv_freq": f"rope.{name}", "factor": factor})
+def _rope(name: str, dim: int, factor: float, sections: Sequence[int] | None = None) -> Line:
+    keys: dict[str, Value] = {"name": name, "dim": dim, "inv_freq": f"rope.{name}"}
+    keys["factor"] = factor
+    if sections is not None:
+        keys["sections"] = ",".join(map(str, sections))
+    return Line("rope", keys)

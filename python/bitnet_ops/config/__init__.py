@@ -25,7 +25,13 @@ from bitnet_ops.config.families import PROJECTIONS as PROJECTIONS
 from bitnet_ops.config.hybrid import KEYS as HYBRID_KEYS
 from bitnet_ops.config.hybrid import DeltaNet as DeltaNet
 from bitnet_ops.config.hybrid import Rotation as Rotation
-from bitnet_ops.config.hybrid import flat, read_delta_net, read_rotary_dim, read_rotation
+from bitnet_ops.config.hybrid import (
+    flat,
+    read_delta_net,
+    read_rotary_dim,
+    read_rotation,
+    read_sections,
+)
 from bitnet_ops.config.keys import HARMLESS, MATHS, READ, REMARKS
 from bitnet_ops.config.keys import PRIVATE_BLOCK as PRIVATE_BLOCK
 from bitnet_ops.config.rope import RopeScaling as RopeScaling
@@ -54,7 +60,8 @@ class ModelConfig:
     `sub_norms`: RMSNorm on the attention output and on the MLP's product (the BitNet architecture),
     with `sub_norm_eps` (None: rms_norm_eps). `linear_norms`: RMSNorm on the input of each of the
     seven projections, with `linear_norm_eps`. `rope_scaling`: how rotary embedding is stretched to
-    a long context, None: not at all.
+    a long context, None: not at all. `rope_sections`: how many pairs of a head turn by time, height
+    and width, where the model reads images (`ops.rope`).
     `scalings`: constant factors, and what single layers do otherwise (config/scalings.py).
     `windows`: of every layer how many positions a token sees, itself included, 0: all before it;
     empty where that is so in every layer (config/scalings.py).
@@ -89,6 +96,7 @@ class ModelConfig:
     linear_norms: bool = False
     linear_norm_eps: float = 1e-6
     rope_scaling: RopeScaling | None = None
+    rope_sections: tuple[int, int, int] | None = None
     embedding_only: bool = False
     scalings: Scalings = Scalings()
     windows: tuple[int, ...] = ()
@@ -369,9 +377,11 @@ def _fields(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], 
     positions = integer(config, "max_position_embeddings", family.positions)
     windows = read_windows(config, family.windows)
     scalings, config = read_scalings(config, family.scalings, hidden)
-    rotary_dim = head_dim
+    rotary_dim, sections = head_dim, None
     if family.hybrid:
-        rotary_dim, config = read_rotary_dim(config, head_dim)
+        given = config
+        rotary_dim, config = read_rotary_dim(given, head_dim)
+        sections = read_sections(given, rotary_dim)
     theta, scaling, remarks = read_rope(config, family.rope_theta, rotary_dim, positions)
     fields = {
         "family": family,
@@ -386,6 +396,7 @@ def _fields(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], 
         "rms_norm_eps": epsilon(config, "rms_norm_eps", family.rms_norm_eps),
         "rope_theta": theta,
         "rope_scaling": scaling,
+        "rope_sections": sections,
         "max_position_embeddings": positions,
         "tie_word_embeddings": only_embeds or flag(config, "tie_word_embeddings", family.tied),
         "embedding_only": only_embeds,

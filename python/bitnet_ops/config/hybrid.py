@@ -279,6 +279,24 @@ def read_rotary_dim(config: Mapping[str, Any], head_dim: int) -> tuple[int, Mapp
     return dim, plain
 
 
+def read_sections(config: Mapping[str, Any], rotary_dim: int) -> tuple[int, int, int] | None:
+    """How many pairs of a head turn by time, height and width, where images are placed so.
+
+    None: the config does not say it, or in another form than that of `ops.rope`; then the model
+    reads texts alone.
+    """
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(block := config.get(name), Mapping) or "mrope_section" not in block:
+            continue
+        counts = block["mrope_section"]
+        good = isinstance(counts, list) and len(counts) == 3 and block.get("mrope_interleaved")
+        if good and all(type(n) is int and n >= 0 for n in counts):
+            pairs, (time, height, width) = rotary_dim // 2, counts
+            fits = 3 * height - 2 < pairs and 3 * width - 1 < pairs
+            return (time, height, width) if fits and sum(counts) == pairs else None
+    return None
+
+
 def is_block(size: object) -> TypeGuard[int]:
     """Whether blocks of that size can be turned: a power of two."""
     return type(size) is int and _LEAST_BLOCK <= size <= _MOST_BLOCK and not size & (size - 1)

@@ -318,7 +318,7 @@ def hf_config(
     config["rope_theta"] = keys.decimal("rope.freq_base", 10000.0)
     scaling = rope_scaling(keys, config["max_position_embeddings"], factors)
     if scaling is not None:
-        config["rope_scaling"] = scaling
+        config["rope_scaling"] = config.get("rope_scaling", {}) | scaling
     config |= special_ids(metadata, vocab_size)
     return config, remarks
 

@@ -284,7 +284,16 @@ def gguf_config(keys: _Keys, head_dim: int) -> dict[str, Any]:
         "linear_num_value_heads": value_heads,
         "linear_value_head_dim": inner // value_heads,
         "partial_rotary_factor": turned / head_dim,
+        **_image_rope(sections),
     }
+
+
+def _image_rope(sections: list[Any] | None) -> dict[str, Any]:
+    """How many pairs place images, in time, height and width; a fourth count is never used."""
+    if sections is None or any(sections[3:]):
+        return {}
+    block = {"rope_type": "default", "mrope_section": sections[:3], "mrope_interleaved": True}
+    return {"rope_scaling": block}
 
 
 def gguf_layers(keys: _Keys) -> int:

@@ -10,21 +10,22 @@ from typing import Literal
 
 from bitnet_ops.generate.causal_model import CausalModel, check_adapter
 from bitnet_ops.generate.constraint import Constraint
-from bitnet_ops.generate.request import (
-    Limits,
+from bitnet_ops.generate.prompt import (
     PromptError,
-    Request,
+    PromptRows,
     check_prompt,
     kind_of,
+    split_prompt,
     token_ids,
 )
+from bitnet_ops.generate.request import Limits, Request
 from bitnet_ops.generate.sampling import SamplingParams
 
 
 def make_request(
     model: CausalModel,
     id: int,
-    prompt: Sequence[int],
+    prompt: Sequence[int | PromptRows],
     params: SamplingParams | None,
     limits: Limits | None,
     *,
@@ -40,7 +41,9 @@ def make_request(
         raise TypeError(
             f"engine: expected constraint with mask() and add(token), got {kind_of(constraint)}"
         )
-    config, ids = model.config, token_ids(prompt, "engine")
+    config = model.config
+    given, runs = split_prompt(prompt, config.hidden_size)
+    ids = token_ids(given, "engine")
     check_prompt(ids, config.vocab_size, config.max_position_embeddings)
     check_adapter(model, adapter)
     request = Request(
@@ -52,6 +55,7 @@ def make_request(
         max_drafts=max_drafts,
         constraint=constraint,
         keep_prefix=keep_prefix,
+        runs=runs,
     )
     request.sampler.params.check_vocabulary(config.vocab_size)
     return request

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.generate.request import ClosedError, kind_of
+from bitnet_ops.generate.prompt import kind_of
+from bitnet_ops.generate.request import ClosedError
 from bitnet_ops.models.step_batch import StepBatch
 from bitnet_ops.nn.kv_pool import KVPool
 from bitnet_ops.nn.lora import LoraError

@@ -174,7 +174,7 @@ class DiskPrefix:
 
     def _install_block(self, coming: _Coming, piece: Tensor) -> None:
         request, at, size = coming.request, coming.at, self._size
-        ids = request.ids[at * size : (at + 1) * size]
+        ids = request.content[at * size : (at + 1) * size]
         blocks = self._allocator.allocate(1)
         copy_parts(self._pool.parts(blocks[0]), piece, back=True)
         self._allocator.register(blocks[0], Contents(coming.keys[at + 1], coming.keys[at], ids))

@@ -56,6 +56,7 @@ from bitnet_ops.generate.constraint import Constraint
 from bitnet_ops.generate.engine_core import EngineCore
 from bitnet_ops.generate.engine_memory import MemoryPlan, memory_sizes
 from bitnet_ops.generate.prefix_store import PrefixStore
+from bitnet_ops.generate.prompt import PromptError, PromptRows, kind_of, token_ids
 from bitnet_ops.generate.request import (
     ClosedError,
     Consumer,
@@ -64,10 +65,7 @@ from bitnet_ops.generate.request import (
     Finished,
     Limits,
     NewToken,
-    PromptError,
     Request,
-    kind_of,
-    token_ids,
 )
 from bitnet_ops.generate.run import Generation, Run
 from bitnet_ops.generate.sampling import SamplingParams
@@ -195,7 +193,7 @@ class Engine:
 
     def add(
         self,
-        prompt: Sequence[int],
+        prompt: Sequence[int | PromptRows],
         params: SamplingParams | None = None,
         limits: Limits | None = None,
         *,
@@ -207,7 +205,9 @@ class Engine:
     ) -> int:
         """Queue a request; its id. Its tokens come as events of the `step`s that follow.
 
-        They are those that `generate` gives for it alone, whatever else runs. `adapter`: name of
+        They are those that `generate` gives for it alone, whatever else runs. `prompt`: token ids,
+        and among them PromptRows, rows that stand where embeddings of tokens would, such as those
+        of an image; lists of ids may stand beside them too. `adapter`: name of
         its LoRA adapter, one that the model has loaded. `max_drafts`: how many tokens a step may
         guess from what the text repeats and verify at once, or "auto": as many as make it faster
         here; they change the speed, never the tokens. `consumer`: called with each of its events by
@@ -253,7 +253,7 @@ class Engine:
 
     def start(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int | PromptRows]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         limits: Limits | None = None,
         *,
@@ -292,7 +292,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int | PromptRows]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         limits: Limits | None = None,
     ) -> list[Generation]:

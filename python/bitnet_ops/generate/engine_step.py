@@ -12,7 +12,7 @@ from bitnet_ops.generate.causal_model import CausalModel
 from bitnet_ops.generate.engine_memory import EngineMemory
 from bitnet_ops.generate.sampling import Sampled, draws_of, sample_steps
 from bitnet_ops.generate.scheduler import PlannedStep, Scheduler, StepPlan
-from bitnet_ops.models.step_batch import SequenceStep, StepBatch
+from bitnet_ops.models.step_batch import StepBatch
 
 
 @torch.inference_mode()
@@ -26,10 +26,7 @@ def run_model(
     wanted = [step.logits for step in steps]
     samplers, drafts = [s.request.sampler for s in steps], [s.drafts for s in steps]
     batch = StepBatch.of(
-        [
-            SequenceStep(s.token_ids, s.start, s.request.blocks, n, s.request.adapter, s.state)
-            for s, n in zip(steps, wanted, strict=True)
-        ],
+        [step.sequence(logits) for step, logits in zip(steps, wanted, strict=True)],
         memory.pool.block_size,
         _largest(sampler.largest for sampler in samplers),
         draws_of(samplers, wanted),

@@ -14,11 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import Tensor
-
-from bitnet_ops.arguments import check_integer, shown
+from bitnet_ops.arguments import check_integer
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.generate.constraint import Constraint
+from bitnet_ops.generate.prompt import RowRuns, kind_of
 from bitnet_ops.generate.sampling import Sampler, SamplingParams
 from bitnet_ops.generate.speculation import AUTO, MOST_DRAFTS, Acceptance, check_drafts
 from bitnet_ops.nn.blocks import Contents, block_key, root_key
@@ -26,62 +25,8 @@ from bitnet_ops.nn.blocks import Contents, block_key, root_key
 # What is asked -----------------------------------------------------------------------------------
 
 
-class PromptError(BitNetError, ValueError):
-    """A prompt that cannot be run: empty, with ids outside the vocabulary, or too long."""
-
-
 class ClosedError(BitNetError, RuntimeError):
     """An engine that was shut down, or the language model that it belongs to."""
-
-
-def token_ids(prompt: object, who: str = "prompt") -> list[int]:
-    """The ids of one prompt: of a sequence of integers, or of a tensor or array [T] or [1, T].
-
-    Raises TypeError for anything else, texts and booleans included.
-    """
-    values: object = prompt
-    if callable(tolist := getattr(prompt, "tolist", None)):  # a tensor, a NumPy array
-        values = tolist()
-        if isinstance(values, list) and len(values) == 1 and isinstance(values[0], list):
-            values = values[0]
-    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
-        raise TypeError(f"{who}: expected token ids as a list of integers, got {kind_of(prompt)}")
-    if all(type(i) is int for i in values):
-        return list(values)
-    ids = []
-    for at, value in enumerate(values):
-        if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, Tensor):
-            raise TypeError(
-                f"{who}: expected token ids as a list of integers, got {kind_of(value)} at {at}"
-            )
-        ids.append(operator.index(value))
-    return ids
-
-
-def kind_of(value: object) -> str:
-    """What `value` is, in words for a message."""
-    if isinstance(value, Tensor):
-        return f"a tensor {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return "None" if value is None else f"{shown(value, 40)} ({type(value).__name__})"
-
-
-def check_prompt(ids: Sequence[int], vocab_size: int, max_positions: int) -> None:
-    """Raise PromptError for ids that a model of these sizes cannot run."""
-    if not len(ids):
-        raise PromptError(
-            "engine: expected a prompt of at least one token, got an empty one; start it with the "
-            "model's bos token"
-        )
-    if not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise PromptError(
-            f"engine: expected prompt ids from 0 to {vocab_size - 1}, got {min(ids)} to "
-            f"{max(ids)}; the tokenizer belongs to another model"
-        )
-    if len(ids) > max_positions:
-        raise PromptError(
-            f"engine: expected a prompt of at most {max_positions} tokens "
-            f"(max_position_embeddings), got {len(ids)}; shorten it"
-        )
 
 
 @dataclass(frozen=True)
@@ -174,6 +119,7 @@ class Request:
     Args:
         id: numbers count up, so the youngest request has the greatest.
         prompt: its token ids.
+        runs: which of them stand for rows, such as those of an image; None: none.
         params: how tokens are chosen.
         limits: when to end.
         adapter: the name of its LoRA adapter, if any.
@@ -185,6 +131,8 @@ class Request:
             the background, such as for a title.
     Attributes, besides these:
         ids: all tokens, prompt and output.
+        content: what keys of the prefix cache cover: `ids`, and in the place of rows numbers that
+            stand for what they hold, all below 0.
         prompt_tokens: how many of them the prompt is.
         sampler: chooses the next token.
         acceptance: says how many drafts are worth it, where that is wanted.
@@ -217,6 +165,7 @@ class Request:
         consumer: Consumer | None = None,
         constraint: Constraint | None = None,
         keep_prefix: bool = True,
+        runs: RowRuns | None = None,
     ) -> None:
         params = SamplingParams() if params is None else params
         limits = Limits() if limits is None else limits
@@ -226,6 +175,8 @@ class Request:
         check_drafts(max_drafts, "engine: expected max_drafts")
         self.id, self.limits, self.adapter, self.consumer = id, limits, adapter, consumer
         self.ids, self.prompt_tokens = array("q", prompt), len(prompt)
+        self.runs = runs
+        self.content = self.ids if runs is None else runs.content(prompt)
         self.sampler = Sampler(params, prompt, constraint)
         self.max_drafts = MOST_DRAFTS if max_drafts == AUTO else max_drafts
         self.acceptance = Acceptance() if max_drafts == AUTO else None
@@ -270,13 +221,13 @@ class Request:
         while len(self._keys) <= index:
             at = len(self._keys) * block_size
             parent = self.key(len(self._keys) - 1, block_size)
-            self._keys.append(block_key(parent, self.ids[at : at + block_size]))
+            self._keys.append(block_key(parent, self.content[at : at + block_size]))
         return self._keys[index]
 
     def contents(self, index: int, block_size: int) -> Contents:
         """What of block `index` has been computed, at least one token."""
         at = index * block_size
-        ids = self.ids[at : min(at + block_size, self.computed)]
+        ids = self.content[at : min(at + block_size, self.computed)]
         parent = self.key(index - 1, block_size)
         if len(ids) == block_size:
             return Contents(self.key(index, block_size), parent, ids)
@@ -292,6 +243,8 @@ class Request:
         if token in self.limits.stop_ids:
             return self._finished("stop", token)
         self.ids.append(token)
+        if self.content is not self.ids:
+            self.content.append(token)
         return self.end(max_positions)
 
     def end(self, max_positions: int) -> Finished | None:

@@ -15,12 +15,14 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 from bitnet_ops.arguments import check_flag, check_integer, is_number, shown
 from bitnet_ops.generate.request import Request, ShareRead, without
 from bitnet_ops.generate.speculation import StepCosts, propose
 from bitnet_ops.generate.states import Checkpoint, StateSlots, stops_of
+from bitnet_ops.models.step_batch import SequenceStep
 from bitnet_ops.nn.blocks import BlockAllocator, PoolFullError
 
 
@@ -101,6 +103,19 @@ class PlannedStep:
         ids = self.request.ids[self.start : self.start + self.tokens]
         ids.extend(self.drafts)
         return ids
+
+    def sequence(self, logits: int) -> SequenceStep:
+        """What it brings to the model's step."""
+        request, start = self.request, self.start
+        found = SequenceStep(
+            self.token_ids, start, request.blocks, logits, request.adapter, self.state
+        )
+        if (runs := request.runs) is None:
+            return found
+        end = start + self.tokens + len(self.drafts)
+        return found._replace(
+            shift=runs.shift(start), axes=runs.positions(start, end), rows=runs.rows(start, end)
+        )
 
     @property
     def state(self) -> tuple[int, int, int] | None:
@@ -308,9 +323,11 @@ class Scheduler:
             most = min(left, request.most_drafts(self.max_positions))
             acceptance = request.acceptance
             if most > 0 and acceptance is not None:
-                acceptance.read(request.ids)
+                acceptance.read(request.content)
                 most = min(most, acceptance.choose(self.costs, tokens, expected, streams))
-            drafts = propose(request.ids, most) if most > 0 else []
+            drafts = propose(request.content, most) if most > 0 else []
+            if request.runs is not None:  # what stands for rows is no token
+                drafts = [*takewhile(lambda token: token >= 0, drafts)]
             free = 0 if self.waiting else self.allocator.free_blocks - self._reserve()
             spare = max(0, free)
             room = (len(request.blocks) + spare) * self.block_size - len(request.ids)
@@ -380,7 +397,7 @@ class Scheduler:
         size, known = self.block_size, len(request.ids) - 1
         blocks, gone = self._match(request, known // size)
         at = len(blocks) * size
-        rest = request.ids[at : min(at + size, known)]
+        rest = request.content[at : min(at + size, known)]
         nearest = self.allocator.nearest(request.key(len(blocks) - 1, size), rest)
         if nearest is None:
             return _Found(blocks, at, gone=gone)

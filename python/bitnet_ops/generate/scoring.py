@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bitnet_ops import ops
 from bitnet_ops.arguments import check_integer
-from bitnet_ops.generate.request import PromptError, check_prompt
+from bitnet_ops.generate.prompt import PromptError, check_prompt
 from bitnet_ops.generate.run import TokenLogprobs
 from bitnet_ops.models import Decoder
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch

@@ -17,6 +17,7 @@ from bitnet_ops.nn.state_pool import StatePool
 # Of a prompt, at most, apart from the last one and from where texts part: a long prompt must not
 # drive out all others.
 MOST_OF_A_PROMPT = 8
+_MOST_BORDERS = 4  # of images, behind which its state is kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +124,7 @@ class StateSlots:
             best = None
             for one in self._by_parent.get(request.key(block - 1, self._size), ()):
                 begin = block * self._size
-                fits = one.tokens <= most and one.tail == tuple(request.ids[begin : one.tokens])
+                fits = one.tokens <= most and one.tail == tuple(request.content[begin : one.tokens])
                 if fits and (best is None or one.tokens > best.tokens):
                     best = one
             if best is not None:
@@ -133,7 +134,7 @@ class StateSlots:
     def behind(self, request: Request, tokens: int) -> Checkpoint | None:
         """The checkpoint behind exactly so many of the request's tokens."""
         begin = tokens // self._size * self._size
-        tail = tuple(request.ids[begin:tokens])
+        tail = tuple(request.content[begin:tokens])
         of_parent = self._by_parent.get(request.key(tokens // self._size - 1, self._size), ())
         return next((one for one in of_parent if one.tail == tail), None)
 
@@ -164,7 +165,7 @@ class StateSlots:
     def _enter_checkpoint(self, request: Request, slot: int, tokens: int, drafts: int) -> None:
         size = self._size
         parent = request.key(tokens // size - 1, size)
-        tail = tuple(request.ids[tokens // size * size : tokens])
+        tail = tuple(request.content[tokens // size * size : tokens])
         one = Checkpoint(slot, tokens, drafts, parent, tail)
         self._checkpoints[one] = None
         if not request.keep_prefix:
@@ -184,11 +185,14 @@ def stops_of(request: Request, every: int, block_size: int, branch: int) -> list
     """Behind which tokens of a prompt checkpoints are worth their memory, ascending.
 
     Every `every` tokens, or wider in a long prompt; the last border of blocks, from which the same
-    prompt or one that goes on otherwise begins; and `branch`, where another text has parted.
+    prompt or one that goes on otherwise begins; `branch`, where another text has parted; and before
+    and behind the last images, where other questions about them begin.
     """
     prompt = len(request.ids)
     step = max(every, -(-prompt // MOST_OF_A_PROMPT))
     step = -(-step // block_size) * block_size
     last = (prompt - 1) // block_size * block_size
     stops = {*range(step, prompt, step), last, branch}
+    if request.runs is not None:
+        stops.update(request.runs.borders[-_MOST_BORDERS:])
     return sorted(stop for stop in stops if request.computed < stop < prompt)

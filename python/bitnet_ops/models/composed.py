@@ -31,7 +31,8 @@ Side: TypeAlias = "tuple[Tensor | None, Mapping[str, LoraWeight]]"
 class Composed:
     """What the blocks of one call share.
 
-    module: the module that a name stands for. positions: int64 [...], where the tokens stand.
+    module: the module that a name stands for. positions: int64 [...], where the tokens stand, or
+    [3, ...], in time, height and width.
     ropes: frequencies f32 [head_dim / 2] and attention factor, by the name of a rope. states: what
     blocks keep for sequences, by name. step: whose tokens these are, where a block has states. ops:
     those that all is made of.
@@ -55,6 +56,11 @@ class Composed:
                 x = KINDS[line.kind].run(self, line, numbers[line.kind], x)
                 numbers[line.kind] += 1
         return x
+
+    def sections(self, rope: str) -> Sequence[int]:
+        """How many pairs turn by time, height and width; empty: all by time."""
+        line = next(line for line in self.listing.ropes if line.name("name") == rope)
+        return [int(count) for count in (line.name("sections") or "").split(",") if count]
 
     def eps(self, name: str = "eps") -> float:
         model = self.listing.model

@@ -337,7 +337,7 @@ class Decoder(Tracked):
 
     def _run(self, program: Program, batch: StepBatch, pool: PagedPool) -> Tensor:
         adapters = self.adapters.of_sequences(batch.adapter_names)
-        return program.step(self._embed(batch.token_ids), batch, pool, adapters)
+        return program.step(self._inputs(batch), batch, pool, adapters)
 
     def _composed_states(self, batch: StepBatch, pool: PagedPool) -> Tensor:
         lines = self.listing
@@ -354,7 +354,7 @@ class Decoder(Tracked):
             lines, self.get_submodule, batch.positions, self._ropes, attend, sides,
             pool.states.tensors if pool.states is not None else {}, batch,
         )  # fmt: skip
-        x = composed.run(self._embed(batch.token_ids))
+        x = composed.run(self._inputs(batch))
         return self._last_norm(x[batch.logit_rows])
 
     def weights_version(self) -> int:
@@ -463,6 +463,13 @@ class Decoder(Tracked):
                 f"model: expected a cache of {own} layers, got {layers}; make it from this model's "
                 "config"
             )
+
+    def _inputs(self, batch: StepBatch) -> Tensor:
+        """What enters the first block: embeddings, and rows that stand in their place."""
+        x = self._embed(batch.token_ids)
+        for at, rows in batch.rows:
+            x[at : at + len(rows)] = rows
+        return x
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         try:

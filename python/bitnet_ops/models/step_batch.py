@@ -25,6 +25,11 @@ class SequenceStep(NamedTuple):
     adapter: the name of its LoRA adapter, if any.
     state: of a model with recurrent layers the slot of its state, how many of the drafts of its
         last step it begins with, and how many of its last new tokens are drafts.
+    shift: what is added to the positions of its new tokens for the rotary embedding, which images
+        before them may change; where keys and values go does not depend on it.
+    axes: int64 [3, new tokens], their positions in time, height and width where these differ;
+        `shift` is not added to them.
+    rows: what stands in the place of embeddings: from which new token on, and rows f32 [n, hidden].
     """
 
     token_ids: Sequence[int]
@@ -33,6 +38,9 @@ class SequenceStep(NamedTuple):
     logits: int = 1
     adapter: str | None = None
     state: tuple[int, int, int] | None = None
+    shift: int = 0
+    axes: Tensor | None = None
+    rows: Sequence[tuple[int, Tensor]] = ()
 
 
 _REQUEST = (
@@ -44,7 +52,8 @@ _REQUEST = (
 class StepBatch:
     """The arguments of a step besides the model and the pool; all tensors but draws int64.
 
-    token_ids, positions, slot_mapping: [tokens]. Slot = block * block_size + offset in the block.
+    token_ids, slot_mapping: [tokens]. Slot = block * block_size + offset in the block.
+    positions: [tokens], or [3, tokens] where those in time, height and width differ.
     query_start_loc: [sequences + 1], where the tokens of each sequence begin.
     seq_lens: [sequences], positions with the new ones.
     block_table: [sequences, blocks of the longest], filled up with 0.
@@ -56,6 +65,7 @@ class StepBatch:
         then be -inf. 0: all are.
     draws: float64 [r, 2], temperature and uniform of rows that are drawn without filters, as
         `ops.run_program` takes them; None: no row is.
+    rows: what stands in the place of tokens' embeddings: from which token on, and f32 [n, hidden].
     """
 
     token_ids: Tensor
@@ -69,6 +79,7 @@ class StepBatch:
     state_steps: Tensor | None = None
     largest: int = 0
     draws: Tensor | None = None
+    rows: tuple[tuple[int, Tensor], ...] = ()
 
     @property
     def adapter_names(self) -> tuple[str | None, ...]:
@@ -111,7 +122,8 @@ class StepBatch:
                     f"StepBatch: expected {used} blocks for sequence {i}, got {len(blocks)}"
                 )
             ids += new
-            positions += range(start, end)
+            shift = sequence.shift
+            positions += range(start + shift, end + shift)
             slots += [blocks[p // block_size] * block_size + p % block_size
                       for p in range(start, end)]  # fmt: skip
             begins.append(len(ids))
@@ -129,7 +141,7 @@ class StepBatch:
         views = numbers.split_with_sizes([len(part) for part in parts])
         return cls(
             token_ids=views[0],
-            positions=views[1],
+            positions=_with_axes(views[1], begins, sequences),
             slot_mapping=views[2],
             query_start_loc=views[3],
             seq_lens=views[4],
@@ -139,6 +151,11 @@ class StepBatch:
             state_steps=_states_of(sequences),
             largest=largest,
             draws=draws,
+            rows=tuple(
+                (begin + at, rows)
+                for begin, s in zip(begins, sequences, strict=False)
+                for at, rows in s.rows
+            ),
         )
 
     def __repr__(self) -> str:
@@ -155,6 +172,19 @@ def logit_rounds(wanted: Sequence[int]) -> list[list[int]]:
     return [
         [i for i, count in enumerate(wanted) if count > k] for k in range(max(wanted, default=0))
     ]
+
+
+def _with_axes(
+    positions: Tensor, begins: Sequence[int], sequences: Sequence[SequenceStep]
+) -> Tensor:
+    """Positions [tokens] as they are, or [3, tokens] with those of sequences that have axes."""
+    if all(s.axes is None for s in sequences):
+        return positions
+    axes = positions.repeat(3, 1)
+    for begin, s in zip(begins, sequences, strict=False):
+        if s.axes is not None:
+            axes[:, begin : begin + len(s.token_ids)] = s.axes
+    return axes
 
 
 def _states_of(sequences: Sequence[SequenceStep]) -> Tensor | None:

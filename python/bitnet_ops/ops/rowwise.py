@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from bitnet_ops.ops._operator import operator
@@ -145,7 +147,13 @@ def hadamard(x: Tensor, signs: Tensor, inverse: bool = False) -> Tensor:
 
 
 @operator
-def rope(x: Tensor, positions: Tensor, inv_freq: Tensor, attention_factor: float = 1.0) -> Tensor:
+def rope(
+    x: Tensor,
+    positions: Tensor,
+    inv_freq: Tensor,
+    attention_factor: float = 1.0,
+    sections: Sequence[int] = (),
+) -> Tensor:
     """Rotate heads by position, half-split ("NeoX"): `x * cos + (-x[D/2:], x[:D/2]) * sin`.
 
     `cos` and `sin` are those of the angle `positions * inv_freq`, which is rounded to float32 as
@@ -154,15 +162,19 @@ def rope(x: Tensor, positions: Tensor, inv_freq: Tensor, attention_factor: float
 
     Args:
         x: F [..., H, D], queries or keys.
-        positions: int64 [...], the absolute position of each token.
+        positions: int64 [...], the absolute position of each token; with `sections` [3, ...], its
+            positions in time, height and width.
         inv_freq: float32 [D/2]; a plain model's are `theta^(-2i / D)`.
         attention_factor: multiplies cosines and sines, > 0; scalings of the context ask for it.
+        sections: of models that read images, how many of the D/2 pairs turn by time, height and
+            width. They are interleaved: pairs 1, 4, 7, ... turn by height, 2, 5, 8, ... by width,
+            as many as there are; the others turn by time.
     Returns:
         x.dtype [..., H, D].
     Raises:
         RuntimeError: a wrong dtype, odd D, leading dimensions or frequencies that do not fit x, a
-            factor that is not positive and finite.
+            factor that is not positive and finite, sections that do not fit D.
     Source: Su et al. 2021 (arXiv 2104.09864); transformers BitNetRotaryEmbedding and
-        apply_rotary_pos_emb.
+        apply_rotary_pos_emb; of sections transformers Qwen3_5TextRotaryEmbedding.
     """
     return x.new_empty(x.shape)

@@ -22,7 +22,8 @@ from torch import Tensor
 from bitnet_ops.generate.engine import Engine, Event, Failed, Finished, Limits, NewToken
 from bitnet_ops.generate.engine_thread import EngineThread
 from bitnet_ops.generate.grammar import ConstraintError
-from bitnet_ops.generate.request import Consumer, PromptError
+from bitnet_ops.generate.prompt import PromptError
+from bitnet_ops.generate.request import Consumer
 from bitnet_ops.generate.run import TokenLogprobs
 from bitnet_ops.generate.sampling import SamplingError, SamplingParams
 from bitnet_ops.generate.scoring import embed_steps, prompt_logprobs_steps
