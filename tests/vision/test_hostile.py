@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import json
+import random
 import struct
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from bitnet_ops.vision.decode import ImageLimits, decode_image, image_size
+from bitnet_ops.vision.errors import ImageError
 from pictures import exif, file_of, photograph, png, png_chunk
 
 PHOTO = photograph(60, 80)
@@ -272,3 +275,50 @@ def test_the_memory_of_the_largest_picture(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr[-900:]
     _, _, decoded, memory, _ = json.loads(run.stdout.splitlines()[1])
     assert decoded == [8000, 8000] and 400 < memory < 600
+
+
+def mutant(data: bytes, draw: random.Random) -> bytes:
+    """A file with some of its bytes changed, left out, repeated or cut off."""
+    found = bytearray(data)
+    for _ in range(draw.choice([1, 1, 2, 4, 16])):
+        at = draw.randrange(min(len(found), draw.choice([64, 400, len(found)])))
+        kind = draw.random()
+        if kind < 0.5:
+            found[at] = draw.randrange(256)
+        elif kind < 0.65:
+            found[at : at + 4] = draw.choice([b"\xff" * 4, b"\0" * 4, b"\x7f\xff\xff\xff"])
+        elif kind < 0.8:
+            del found[at : at + draw.randrange(1, 20)]
+        elif kind < 0.9:
+            found[at:at] = found[at : at + draw.randrange(1, 30)]
+        else:
+            del found[at + 1 :]
+        found = found or bytearray(b"x")
+    return bytes(found)
+
+
+@pytest.mark.filterwarnings("ignore")  # Pillow's, of EXIF and of animations that are broken
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_mutants_are_refused_or_read(kind: str) -> None:
+    """No other exception, and the size is known beforehand."""
+    draw = random.Random(kind)
+    image = photograph(24, 36)
+    seeds = [file_of(image, kind)]
+    if kind in ("PNG", "WEBP"):
+        seeds.append(file_of(image.convert("RGBA"), kind, exif=b"Exif\0\0" + exif(6)))
+    if kind == "JPEG":
+        seeds.append(file_of(image, kind, exif=b"Exif\0\0" + exif(6), progressive=True))
+    if kind in ("PNG", "GIF"):
+        seeds.append(file_of(image.convert("P"), kind, transparency=3))
+    limits = ImageLimits(max_pixels=4_000_000)
+    read = 0
+    for _ in range(400):
+        data = mutant(draw.choice(seeds), draw)
+        try:
+            found = decode_image(data, limits)
+        except ImageError as error:
+            assert len(str(error)) < 500 and "\n" not in str(error)
+            continue
+        read += 1
+        assert image_size(data, limits) == (found.height, found.width)
+    assert 10 < read < 390  # both happen

@@ -107,23 +107,32 @@ def decode_image(data: bytes, limits: ImageLimits = LIMITS) -> Image.Image:
     Raises ImageError: for files of other kinds, too many bytes or pixels, one side more than 200
     times the other, files that are cut off or broken; and where Pillow is not installed.
     """
+    with _DECODES:
+        container, result, several = _decoded(data, limits)
+    remark = f"only the first picture of this {container.format} was read"
+    result.info = {"remark": remark} if several else {}
+    return result
+
+
+def _decoded(data: bytes, limits: ImageLimits) -> tuple[Container, Image.Image, bool]:
+    """The picture, turned; whether its file holds more."""
     container, image = _open(data, limits)
-    with _DECODES, image:
+    with image:
         turn = _turn(image, container)
         several = container.several or bool(
             container.format != "GIF" and getattr(image, "is_animated", False)
         )
         try:
             image.load()
+            result = to_rgb(image)
+            if result is not image:
+                image.close()  # before another copy is made
+            result = _turned(result, turn)
+        except ImageError:
+            raise
         except Exception as error:
             raise _unreadable(error) from None
-        result = to_rgb(image)
-        if result is not image:
-            image.close()  # before another copy is made
-        result = _turned(result, turn)
-    remark = f"only the first picture of this {container.format} was read"
-    result.info = {"remark": remark} if several else {}
-    return result
+    return container, result, several
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -155,11 +164,11 @@ def _from_grey16(image: Image.Image) -> Image.Image:
     if image.mode == "I" and (int(pixels.min()) < 0 or int(pixels.max()) > 0xFFFF):
         expected = "grey values of 16 bits"
         raise ImageError(expected, "values beyond", "convert it to RGB")
-    grey = ((pixels.astype(np.uint32) + 128) // 257).astype(np.uint8)
+    table = ((np.arange(1 << 16) + 128) // 257).astype(np.uint8)
     clear = image.info.get("transparency")
-    if isinstance(clear, int):
-        grey[pixels == clear] = 255
-    return _pillow().fromarray(grey).convert("RGB")
+    if isinstance(clear, int) and 0 <= clear < len(table):
+        table[clear] = 255
+    return _pillow().fromarray(table[pixels]).convert("RGB")
 
 
 # Opening ------------------------------------------------------------------------------------------
