@@ -31,12 +31,12 @@ from bitnet_ops.models.composed import Composed
 from bitnet_ops.nn.kv_cache import KVCache
 
 POLICIES = (
-    "exact", "threshold:0.02", "threshold:0.05", "threshold:0.1", "top_k:0.7", "top_k:0.5",
+    "auto", "threshold:0.02", "threshold:0.05", "threshold:0.1", "top_k:0.7", "top_k:0.5",
     "top_k:0.1", "top_k:0.05", "top_k:0.03", "adaptive:min_ratio=0.02,max_ratio=0.1",
 )  # fmt: skip
 _RATIOS = ((0.05, 0.2), (0.02, 0.1), (0.02, 0.05), (0.01, 0.04), (0.01, 0.03))
 CURVES = {
-    "exact": ["exact"],
+    "auto": ["auto"],
     "threshold": [f"threshold:{t}" for t in (0.01, 0.02, 0.03, 0.05, 0.075, 0.1)],
     "top_k": [f"top_k:{r}" for r in (0.1, 0.07, 0.05, 0.04, 0.03, 0.025)],
     "adaptive": [f"adaptive:min_ratio={a},max_ratio={b}" for a, b in _RATIOS],
@@ -95,7 +95,7 @@ def draw(rows: Mapping[str, Row], file: Path) -> Path:
             kind: [(100 * rows[name]["zeros"], rows[name][key]) for name in names]
             for kind, names in CURVES.items()
         }
-        whole = ("all codes", rows["exact"][key])  # exact drops none
+        whole = ("all codes", rows["auto"][key])  # auto drops none
         return plots.Field("codes of down's input that are 0, %", label, lines, whole)
 
     fields = [field("cosine of down's output", "cosine"), field("loss, nats a token", "loss")]

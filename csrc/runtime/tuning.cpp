@@ -44,6 +44,19 @@ Cpu this_cpu() {
 constexpr const char* kVariable = "BITNET_OPS_TUNING";
 constexpr const char* kKeys[] = {"prefetch", "tables", "measure", "product", "spread", "back_off"};
 constexpr const char* kNamesOfKeys = "prefetch, tables, measure, product, spread or back_off";
+// Those that were variables of their own once, and are still read from them.
+constexpr const char* kOlderKeys[] = {"prefetch", "tables", "spread", "back_off"};
+
+bool is_among(const auto& keys, const std::string& name) {
+  return std::ranges::any_of(keys, [&](const char* key) { return name == key; });
+}
+
+// BITNET_OPS_TABLES for "tables".
+std::string variable_of(const std::string& key) {
+  std::string name = "BITNET_OPS_" + key;
+  for (char& c : name) c = static_cast<char>(std::toupper(static_cast<unsigned char>(c)));
+  return name;
+}
 
 // What a person has set, and where; `part` is "key=" in a list of them.
 struct Setting {
@@ -72,10 +85,8 @@ Setting find(const std::string& key) {
   for_each_part(text_of(kVariable), [&](const std::string& name, const std::string& value) {
     if (name == key) found.value = value;
   });
-  if (!found.value.empty()) return found;
-  std::string older = "BITNET_OPS_" + key;
-  for (char& c : older) c = static_cast<char>(std::toupper(static_cast<unsigned char>(c)));
-  return {older, "", text_of(older)};
+  if (!found.value.empty() || !is_among(kOlderKeys, key)) return found;
+  return {variable_of(key), "", text_of(variable_of(key))};
 }
 
 [[noreturn]] void reject(const Setting& from, const std::string& expected, const char* remedy) {
@@ -85,11 +96,16 @@ Setting find(const std::string& key) {
 
 void check_keys() {
   for_each_part(text_of(kVariable), [&](const std::string& name, const std::string& value) {
-    const bool known = std::ranges::any_of(kKeys, [&](const char* key) { return name == key; });
-    if (!known || value.empty())
+    if (!is_among(kKeys, name) || value.empty())
       reject({kVariable, "", name}, std::string("key=value, the key ") + kNamesOfKeys,
              "several parts are separated by commas");
   });
+  for (const std::string key : kKeys) {
+    const std::string variable = variable_of(key), value = text_of(variable);
+    if (!is_among(kOlderKeys, key) && !value.empty())
+      reject({variable, "", value}, "no variable of this name",
+             ("set " + std::string(kVariable) + "=" + key + "=" + value).c_str());
+  }
 }
 
 void override_distance(Tuning& row) {

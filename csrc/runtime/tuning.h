@@ -41,8 +41,8 @@ struct Tuning {
 const Tuning& tuning();
 
 // The value of a key in BITNET_OPS_TUNING="key=value,key=value", or of the variable of its own that
-// it replaces (BITNET_OPS_TABLES for "tables"); empty: neither is set. Keys: those above, spread
-// and back_off (oversubscription.h).
+// it replaces (BITNET_OPS_TABLES for "tables"; PREFETCH, SPREAD and BACK_OFF likewise, no others);
+// empty: neither is set. Keys: those above, spread and back_off (oversubscription.h).
 std::string setting(const std::string& key);
 
 }  // namespace bitnet

@@ -128,9 +128,9 @@ def load(
             less to read, and another result (config/attention.py; docs/guide/attention.md). None:
             all that the model was trained with.
         activation_sparsity: leave out inputs of MLPs' last projections that are 0 while one token
-            decodes: "auto" where it pays, "exact" always; results are the same. "threshold:0.02",
-            "top_k:0.5" and "adaptive:min_ratio=0.3,max_ratio=0.7" make small ones 0, and results
-            other ones (config/sparsity.py; docs/guide/activation-sparsity.md). None: multiply all.
+            decodes: "auto" where it pays; results are the same. "threshold:0.02", "top_k:0.5" and
+            "adaptive:min_ratio=0.3,max_ratio=0.7" make small ones 0, and results other ones
+            (config/sparsity.py; docs/guide/activation-sparsity.md). None: multiply all.
         cache: the directory in which conversions are kept; None is what BITNET_OPS_CACHE names, or
             bitnet_ops in the user's cache directory. Files there are safe to delete.
         convert: convert what is no converted model, once, into the cache directory. False rejects

@@ -144,6 +144,8 @@ def test_placement_is_shown() -> None:
             "key=value, the key prefetch, tables, measure, product, spread or back_off",
         ),
         ("BITNET_OPS_TABLES", "yes", "0 or 1"),
+        ("BITNET_OPS_MEASURE", "1", "no variable of this name"),
+        ("BITNET_OPS_PRODUCT", "direct", "no variable of this name"),
         ("BITNET_OPS_TUNING", "measure=2", "measure=0 or 1"),
         ("BITNET_OPS_WEIGHT_FORMAT", "3bit", "one of canonical, 2bit, 1.6bit"),
     ],

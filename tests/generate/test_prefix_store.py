@@ -493,7 +493,7 @@ from bitnet_ops.generate.engine import Limits
 from bitnet_ops.language_model import load
 prompt = [(i * i) % 97 for i in range(100)]
 lm = load(sys.argv[1], prefix_dir=sys.argv[2])
-lm.engine.block_size = 16
+lm.engine._plan.block_size = 16
 print(list(lm.engine.generate([prompt], None, Limits(12))[0].token_ids))
 print(lm.engine.stats().disk_tokens)
 """

@@ -5,6 +5,7 @@ Reference of the latter: plain numpy over the codes of every token.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import bitnet_ops
 from bitnet_ops import _runtime, ops
 from bitnet_ops.blocks.block import Line
 from bitnet_ops.blocks.mlp import kept_inputs
-from bitnet_ops.config.sparsity import ActivationSparsityError, read_sparsity
+from bitnet_ops.config.sparsity import ALWAYS, ActivationSparsityError, read_sparsity
 from bitnet_ops.models import Decoder
 from bitnet_ops.nn.columns import columns_of
 from bitnet_ops.nn.kv_cache import KVCache
@@ -29,7 +30,14 @@ from isa_control import every_configuration
 from tiny_models import NAMES, SMALL, random_ids, tiny_model
 
 DROPPING = ("threshold:0.05", "top_k:0.2", "adaptive:min_ratio=0.05,max_ratio=0.2")
-POLICIES = ("exact", "auto", *DROPPING)
+POLICIES = ("always", "auto", *DROPPING)
+
+
+def follow(model: Decoder, policy: str | None) -> None:
+    """As `set_activation_sparsity`; "always": leave zeros out where that does not pay, too."""
+    model.set_activation_sparsity("auto" if policy == "always" else policy)
+    if policy == "always":
+        model.config = dataclasses.replace(model.config, sparsity=ALWAYS)
 
 
 @torch.inference_mode()
@@ -63,13 +71,13 @@ def test_equals_the_composed_ops_on_every_isa_and_thread_count(
     for configuration in every_configuration():
         model = tiny_model(SMALL["bitnet-offline"], dtype=dtype)
         dense = logits_of(model, ids)
-        model.set_activation_sparsity(policy)
+        follow(model, policy)
         ours = logits_of(model, ids)
         skipped, inputs = _runtime.activation_zeros()
         assert inputs == model.config.num_hidden_layers * model.config.intermediate_size or (
             torch.get_num_threads() > 1 and inputs > 0
         )
-        assert skipped > 0 or policy != "exact"
+        assert skipped > 0 or policy != "always"
         assert torch.equal(ours, logits_of(model, ids, fused=False)), configuration
         assert torch.equal(ours, dense) == (policy not in DROPPING), configuration
 
@@ -81,7 +89,7 @@ def test_every_family_batch_and_chunk(name: str, policy: str) -> None:
     model = tiny_model(SMALL[name])
     ids = random_ids(3, 3, 8)
     dense = logits_of(model, ids)
-    model.set_activation_sparsity(policy)
+    follow(model, policy)
     alone = torch.cat([logits_of(model, row[None], first=1) for row in ids])
     assert torch.equal(alone, logits_of(model, ids, first=8))
     assert torch.equal(alone, logits_of(model, ids, first=4))
@@ -130,7 +138,7 @@ def test_a_token_of_zeros_and_one_that_is_not_finite() -> None:
         for layer in model.model.layers:
             layer.get_submodule("mlp.ffn_sub_norm").get_buffer("weight").fill_(value)
         for policy in (None, *POLICIES):
-            model.set_activation_sparsity(policy)
+            follow(model, policy)
             ours, theirs = logits_of(model, ids), logits_of(model, ids, fused=False)
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
@@ -152,7 +160,7 @@ def test_matrices_that_columns_do_not_know_are_named() -> None:
 def test_weights_that_change_in_place_are_seen() -> None:
     model, other = tiny_model(SMALL["bitnet-offline"]), tiny_model(SMALL["bitnet-offline"])
     ids = random_ids(1, 1, 7)
-    model.set_activation_sparsity("exact")
+    follow(model, "always")
     before = logits_of(model, ids)
     state = other.state_dict()
     name = "model.layers.0.mlp.down_proj.weight"
@@ -166,30 +174,35 @@ def test_weights_that_change_in_place_are_seen() -> None:
 def test_the_engine_gives_the_same_and_says_what_was_left_out() -> None:
     prompts = [[1, 5, 9], [2, 7], [3] * 20]
     tokens: dict[str, Any] = {}
-    for policy in (None, "exact", "auto"):
-        lm = bitnet_ops.load(activation_sparsity=policy)
+    for policy in (None, "always", "auto"):
+        lm = bitnet_ops.load()
+        follow(lm.model, policy)
         tokens[str(policy)] = [
             [list(lm.generate(p, max_new_tokens=12, ignore_eos=True).token_ids) for p in prompts],
             [list(c.token_ids) for c in lm.generate_batch(prompts, max_new_tokens=12)],
         ]
         share = lm.engine.stats().inputs_skipped
-        assert 0.5 < share < 1 if policy == "exact" else 0 <= share < 1
+        assert 0.5 < share < 1 if policy == "always" else 0 <= share < 1
         assert share == 0 or policy is not None
-    assert tokens["None"] == tokens["exact"] == tokens["auto"]
+    assert tokens["None"] == tokens["always"] == tokens["auto"]
 
 
 def test_a_prefix_is_that_of_a_model_whose_results_are_the_same() -> None:
     model = tiny_model(SMALL["bitnet-offline"])
     plain = model.identity()
     for policy in POLICIES:
-        model.set_activation_sparsity(policy)
+        follow(model, policy)
         assert (model.identity() == plain) == (policy not in DROPPING), policy
+
+
+def test_an_earlier_name_is_auto() -> None:
+    assert read_sparsity("exact") == read_sparsity("auto")
 
 
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ("on", "one of auto, exact, threshold:..., top_k:..., adaptive:..., got 'on'"),
+        ("on", "one of auto, threshold:..., top_k:..., adaptive:..., got 'on'"),
         ("exact:1", "got 'exact:1'"),
         ("threshold", "got 'threshold'"),
         ("threshold:", "threshold above 0 and at most 1, got ''"),

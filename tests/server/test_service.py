@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import dataclasses
 import json
 import os
 import re
@@ -21,6 +22,7 @@ import httpx
 import pytest
 
 import bitnet_ops
+from bitnet_ops.config.sparsity import ALWAYS
 from bitnet_ops.language_model import DEMO_DIR, LanguageModel
 from bitnet_ops.server.exchange import AskError
 from bitnet_ops.server.gate import Gate
@@ -215,7 +217,8 @@ def test_ten_times_the_capacity() -> None:
 
 
 def test_metrics_say_what_policies_left_out() -> None:
-    sparse = greedy_demo(attention="window:64", activation_sparsity="exact")
+    sparse = greedy_demo(attention="window:64", activation_sparsity="auto")
+    sparse.model.config = dataclasses.replace(sparse.model.config, sparsity=ALWAYS)
     models = {"sparse": sparse, "plain": greedy_demo()}
     names = "bitnet_attention_skipped_ratio", "bitnet_columns_skipped_ratio"
 

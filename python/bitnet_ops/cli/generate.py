@@ -101,7 +101,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         dest="activation_sparsity",
         metavar="POLICY",
         type=non_empty,
-        help="leave zeros of MLPs out: auto, exact, top_k:0.1 (default: none)",
+        help="leave zeros of MLPs out: auto, threshold:0.02, top_k:0.1 (default: none)",
     )
     group.add_argument(
         "--kv-cache-mb",

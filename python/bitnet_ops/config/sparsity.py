@@ -1,13 +1,13 @@
 """Activation sparsity: inputs of the last projection of MLPs that are 0 are not multiplied.
 
     auto                    those that are 0 anyway, where leaving them out is measured to pay
-    exact                   likewise, whatever it costs
     threshold:0.02          and those below 2 % of the largest of their token
     top_k:0.5               and all but the largest half of them
     adaptive:min_ratio=0.3,max_ratio=0.7    fewer stay where a few stand out
 
-`auto` and `exact` change no result. The others change it, and leave out by `auto`. Keys are those
-of a block `mlp` of a program (docs/reference/program.md). It must not know torch.
+`auto` changes no result; `exact` is an earlier policy with the same results, and another name of
+it. The others change results, and leave out by `auto`. Keys are those of a block `mlp` of a program
+(docs/reference/program.md). It must not know torch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class ActivationSparsityError(BitNetError, ValueError):
 # kind -> its keys
 KINDS: dict[str, dict[str, Key]] = {
     "auto": {},
-    "exact": {},
     "threshold": {"threshold": share()},
     "top_k": {"top_k": share()},
     "adaptive": {"min_ratio": share(), "max_ratio": share()},
 }
+_OTHER_NAMES = {"exact": "auto"}
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,11 @@ class ActivationSparsity:
     @property
     def drops(self) -> bool:
         """Whether results change."""
-        return self.kind not in ("auto", "exact")
+        return self.kind != "auto"
+
+
+# Leaves out whatever that costs, with the results of `auto`: for measurements and tests.
+ALWAYS = ActivationSparsity("auto", (("sparsity", "exact"),))
 
 
 def read_sparsity(text: str) -> ActivationSparsity:
@@ -51,13 +55,13 @@ def read_sparsity(text: str) -> ActivationSparsity:
     if not isinstance(text, str):
         _fail("a policy as text", f"a {type(text).__name__}")
     kind, colon, rest = text.strip().partition(":")
+    kind = _OTHER_NAMES.get(kind, kind)
     keys = KINDS.get(kind)
     if keys is None or bool(colon) != bool(keys):
         known = ", ".join(f"{name}:..." if keys else name for name, keys in KINDS.items())
         _fail(f"one of {known}", repr(text))
     numbers = keys_of(kind, rest, keys, _fail) if keys else ()
-    sparsity = "exact" if kind == "exact" else "auto"
-    return ActivationSparsity(kind, (("sparsity", sparsity), *numbers))
+    return ActivationSparsity(kind, (("sparsity", "auto"), *numbers))
 
 
 def _fail(expected: str, got: object) -> NoReturn:

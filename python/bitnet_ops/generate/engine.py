@@ -135,8 +135,7 @@ class Engine:
             scheduling,
             (SchedulerOptions, type(None)),
         )
-        self.kv_dtype, self.block_size = kv_dtype, block_size
-        self.scheduling = scheduling or SchedulerOptions(
+        scheduling = scheduling or SchedulerOptions(
             prefill_chunk, min(SchedulerOptions.max_sequences, prefill_chunk)
         )
         sizes = memory_sizes(
@@ -145,10 +144,10 @@ class Engine:
             kv_dtype,
             kv_cache_mb,
             prefix_cache_mb,
-            self.scheduling.max_sequences,
+            scheduling.max_sequences,
         )
         fixed = kv_cache_mb is not None
-        self._plan = MemoryPlan(kv_dtype, block_size, self.scheduling, sizes, fixed)
+        self._plan = MemoryPlan(kv_dtype, block_size, scheduling, sizes, fixed)
         check_megabytes("engine: expected prefix_dir_mb", prefix_dir_mb)
         self._prefix_dir: tuple[Path, float] | None = None
         if prefix_dir is not None:
@@ -165,13 +164,11 @@ class Engine:
         self._core = EngineCore(model, self._plan, store)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = "kv_dtype block_size scheduling _plan _prefix_dir"
-        return {"model": self.model} | {name: self.__dict__[name] for name in own.split()}
+        return {"model": self.model, "_plan": self._plan, "_prefix_dir": self._prefix_dir}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        model = state.pop("model")
-        self.__dict__.update(state)
-        self._begin(model)  # a copy has requests and memory of its own
+        self._plan, self._prefix_dir = state["_plan"], state["_prefix_dir"]
+        self._begin(state["model"])  # a copy has requests and memory of its own
 
     def __repr__(self) -> str:
         return (
@@ -183,6 +180,21 @@ class Engine:
     def model(self) -> CausalModel:
         """The model that it runs; after `shut_down` one that raises ClosedError."""
         return self._core.model
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return self._plan.kv_dtype
+
+    @property
+    def block_size(self) -> int:
+        """Positions of a block."""
+        return self._plan.block_size
+
+    @property
+    def scheduling(self) -> SchedulerOptions:
+        """How requests share steps and blocks."""
+        return self._plan.scheduling
 
     @property
     def seconds(self) -> float:
