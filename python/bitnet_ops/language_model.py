@@ -581,8 +581,8 @@ class Conversation:
         context = self._lm.config.max_position_embeddings
         room = min(self._request.limits.max_new_tokens, context // 4)
         ids = self._known.encode(messages)
-        most = context - room if len(ids) <= context - room else context // 2
-        while len(ids) > most and (fewer := without_oldest_turn(messages)) is not None:
+        maximum = context - room if len(ids) <= context - room else context // 2
+        while len(ids) > maximum and (fewer := without_oldest_turn(messages)) is not None:
             messages, ids = fewer, self._known.encode(fewer)
         return messages, ids
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.hybrid import FULL, LINEAR, ROTATION, DeltaNet, Rotation, is_block
-from bitnet_ops.config.values import MOST_LAYERS
+from bitnet_ops.config.values import MAX_LAYERS
 from bitnet_ops.convert.errors import listed, reject, shown
 from bitnet_ops.convert.source import Ternary
 from bitnet_ops.formats.gguf import is_strings
@@ -260,7 +260,7 @@ class _Keys(Protocol):
     def __contains__(self, key: str) -> bool: ...
     def name(self, key: str) -> str: ...
     def array(self, key: str) -> list[Any] | None: ...
-    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int: ...
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int: ...
 
 
 def gguf_config(keys: _Keys, head_dim: int) -> dict[str, Any]:
@@ -290,9 +290,9 @@ def gguf_config(keys: _Keys, head_dim: int) -> dict[str, Any]:
 def gguf_layers(keys: _Keys) -> int:
     """Layers of the decoder; those that draft tokens count as blocks too, and come last."""
     blocks = keys.integer("block_count")
-    drafts = keys.integer("nextn_predict_layers", 0, least=0)
-    if not 1 <= blocks - drafts <= MOST_LAYERS:
-        expected = f"1 to {MOST_LAYERS} layers by {keys.name('block_count')} and "
+    drafts = keys.integer("nextn_predict_layers", 0, minimum=0)
+    if not 1 <= blocks - drafts <= MAX_LAYERS:
+        expected = f"1 to {MAX_LAYERS} layers by {keys.name('block_count')} and "
         reject("gguf-metadata", expected + keys.name("nextn_predict_layers"), f"{blocks}, {drafts}")
     return blocks - drafts
 

@@ -20,7 +20,7 @@ from bitnet_ops.arguments import check_integer, shown
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.generate.constraint import Constraint
 from bitnet_ops.generate.sampling import Sampler, SamplingParams
-from bitnet_ops.generate.speculation import AUTO, MOST_DRAFTS, Acceptance, check_drafts
+from bitnet_ops.generate.speculation import AUTO, MAX_DRAFTS, Acceptance, check_drafts
 from bitnet_ops.nn.blocks import Contents, block_key, root_key
 
 # What is asked -----------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class Limits:
             ) from None
 
 
-# What is told ------------------------------------------------------------------------------------
+# What is returned --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class Request:
             others, and `blocks` has some number in their place.
         attention: how many pages it has read, where attention has a policy.
         reused_tokens: how many the prefix cache spared when it was first admitted.
-        came_ns: when it was made, by the clock of files.
+        arrived_ns: when it was made, by the clock of files.
         saved: how many of its blocks the prefix cache on disk has.
         slot: of a model with recurrent layers, where its state lies; -1 while it waits.
         replays: how many of the last computed tokens, drafts that were right, the state in the slot
@@ -227,10 +227,10 @@ class Request:
         self.id, self.limits, self.adapter, self.consumer = id, limits, adapter, consumer
         self.ids, self.prompt_tokens = array("q", prompt), len(prompt)
         self.sampler = Sampler(params, prompt, constraint)
-        self.max_drafts = MOST_DRAFTS if max_drafts == AUTO else max_drafts
+        self.max_drafts = MAX_DRAFTS if max_drafts == AUTO else max_drafts
         self.acceptance = Acceptance() if max_drafts == AUTO else None
         self.epoch = self.computed = self.saved = 0
-        self.keep_prefix, self.came_ns = keep_prefix, time.time_ns()
+        self.keep_prefix, self.arrived_ns = keep_prefix, time.time_ns()
         self.blocks: list[int] = []
         self.gone = 0, 0
         self.attention = ShareRead()
@@ -282,7 +282,7 @@ class Request:
             return Contents(self.key(index, block_size), parent, ids)
         return Contents.of(parent, ids)
 
-    def most_drafts(self, max_positions: int) -> int:
+    def draft_limit(self, max_positions: int) -> int:
         """How many drafts can be of use before a limit ends it."""
         tokens = self.limits.max_new_tokens - self.output_tokens - 1
         return max(0, min(self.max_drafts, tokens, max_positions - len(self.ids)))

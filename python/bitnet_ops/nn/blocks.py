@@ -342,7 +342,7 @@ class BlockStore:
                     self._free_slots.append(slot)
             yield self._allocator
 
-    def enter(self, shared: Sequence[int] = ()) -> SequenceBlocks:
+    def add_sequence(self, shared: Sequence[int] = ()) -> SequenceBlocks:
         """A new sequence that begins with `shared` blocks of another."""
         with self.books() as allocator:
             slot = self._take_slot()
@@ -391,7 +391,7 @@ class SequenceBlocks:
     def fork(self) -> SequenceBlocks:
         """A sequence with the same contents, which shares the blocks."""
         used = -(-self.length // self.store.pool.block_size)
-        twin = self.store.enter(self.blocks[:used])
+        twin = self.store.add_sequence(self.blocks[:used])
         twin.length = self.length
         if self.store.pool.states is not None:
             self.store.pool.states.copy(self.slot, twin.slot)
@@ -466,10 +466,10 @@ def renew(sequences: Sequence[SequenceBlocks], lengths: Sequence[int]) -> None:
 
 def _reserve(config: KVCacheConfig) -> KVPool:
     blocks = config.own_blocks
-    most = blocks * (1 + _FORKS) if config.blocks is None else blocks
+    maximum = blocks * (1 + _FORKS) if config.blocks is None else blocks
     form = config.block_size, config.torch_dtype
     slots = config.batch * (1 + _FORKS)
     try:
-        return KVPool(config, blocks, *form, max_blocks=most, state_slots=slots)
+        return KVPool(config, blocks, *form, max_blocks=maximum, state_slots=slots)
     except MemoryError:  # a system that counts addresses as memory
         return KVPool(config, blocks, *form, state_slots=config.batch + 1)
