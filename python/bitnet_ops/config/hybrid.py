@@ -23,7 +23,7 @@ from bitnet_ops.config.values import (
 from bitnet_ops.errors import printable
 
 FULL, LINEAR = "full_attention", "linear_attention"
-# tensors with the signs of a rotation: behind it the width of the input that they turn
+# tensors with the signs of a rotation: behind it the width of the input that they belong to
 ROTATION = "model.rotation."
 _INTERVAL = 4  # every fourth layer has attention where a config.json is silent
 _MIN_BLOCK, _MAX_BLOCK = 16, 1 << 13
@@ -104,7 +104,7 @@ class Rotation:
         """Of an input width; 0: it is not rotated."""
         return dict(self.blocks).get(width, 0)
 
-    def turns(self, module: str, width: int) -> bool:
+    def rotates(self, module: str, width: int) -> bool:
         """Whether a Hadamard transform is due of the input of `module`, a ternary matrix."""
         return module not in self.plain and self.block(width) != 0
 
@@ -280,7 +280,7 @@ def read_rotary_dim(config: Mapping[str, Any], head_dim: int) -> tuple[int, Mapp
 
 
 def is_block(size: object) -> TypeGuard[int]:
-    """Whether blocks of that size can be turned: a power of two."""
+    """Whether blocks can have that size: a power of two."""
     return type(size) is int and _MIN_BLOCK <= size <= _MAX_BLOCK and not size & (size - 1)
 
 
