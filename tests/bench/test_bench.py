@@ -174,10 +174,10 @@ def test_contexts_are_admitted_without_the_model_and_decoded_with_it() -> None:
     run = Streams(model.BenchModel("tiny", "2bit", "int8"), 3 * 200, 3, 16)
     ids = run.decoding(3, 50)
     assert run.model_s > 0  # the warm steps
-    before = [run.engine._requests[i].computed for i in ids]
+    before = [run.engine._core.requests[i].computed for i in ids]
     assert all(50 <= n <= 56 for n in before)
     run.engine.step()
-    assert [run.engine._requests[i].computed for i in ids] == [n + 1 for n in before]
+    assert [run.engine._core.requests[i].computed for i in ids] == [n + 1 for n in before]
 
 
 # --- the commands --------------------------------------------------------------------------------

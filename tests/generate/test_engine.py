@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import bitnet_ops
-import bitnet_ops.generate.engine as engine_module
+import bitnet_ops.generate.engine_memory as engine_memory
 from bitnet_ops import machine
 from bitnet_ops.generate.engine import (
     Engine,
@@ -324,9 +324,9 @@ def test_a_defect_of_the_engine_leaves_nobody_waiting(monkeypatch: pytest.Monkey
     events: list[Event] = []
     ids = [engine.add([i], consumer=events.append) for i in (1, 2)]
     engine.step()
-    assert engine._memory is not None
+    assert engine._core.memory is not None
     with monkeypatch.context() as patch:
-        patch.setattr(engine._memory[2], "computed", lambda *_: 1 / 0)
+        patch.setattr(engine._core.memory.scheduler, "computed", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()
     assert {id for id, (_, e) in answers(events).items() if type(e) is ZeroDivisionError} == {*ids}
@@ -431,7 +431,7 @@ def test_a_pool_whose_addresses_are_refused_is_smaller_or_says_so(
             raise MemoryError("refused")
         return KVPool(config, blocks, *form, **options)
 
-    monkeypatch.setattr(engine_module, "KVPool", refusing)
+    monkeypatch.setattr(engine_memory, "KVPool", refusing)
     engine = Engine(Counting(LONG))
     engine.generate([[1]], limits=Limits(1))
     assert 4 < engine.stats().blocks <= 8
@@ -442,7 +442,7 @@ def test_a_pool_whose_addresses_are_refused_is_smaller_or_says_so(
 
 def test_memory_is_taken_with_the_first_request_and_given_back() -> None:
     engine = Engine(Counting(), kv_cache_mb=2**20)  # a TiB of address space
-    assert engine.stats().blocks > 10**6 and engine._memory is None
+    assert engine.stats().blocks > 10**6 and engine._core.memory is None
     aborted = engine.add([1])
     engine.abort(aborted)
     engine.trim()
@@ -451,8 +451,8 @@ def test_memory_is_taken_with_the_first_request_and_given_back() -> None:
     began = time.perf_counter()
     engine.generate([[1]], limits=Limits(1))
     assert time.perf_counter() - began < 1
-    assert engine._memory is not None
-    pool, _, _ = engine._memory
+    assert engine._core.memory is not None
+    pool, _, _ = engine._core.memory
     pool.key_pool[:, 0] = 1.0
     engine.trim()
     assert not pool.key_pool[:, 0].any(), "the system gives zeros"

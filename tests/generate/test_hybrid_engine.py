@@ -132,7 +132,7 @@ def test_other_weights_find_no_states(model: Decoder) -> None:
 
 def test_more_requests_than_slots_wait(model: Decoder) -> None:
     engine = Engine(model, block_size=16, kv_cache_mb=40)
-    engine._sizes = engine._sizes._replace(slots=2)
+    engine._plan.sizes = engine._plan.sizes._replace(slots=2)
     prompts = [[i + 1] * 20 for i in range(6)]
     params, limits = SamplingParams(temperature=0), Limits(5)
     wanted = [alone(model, prompt, params, limits) for prompt in prompts]

@@ -536,7 +536,7 @@ def test_a_pool_with_little_room_takes_what_fits(tmp_path: Path) -> None:
     expected, _ = run(model, tmp_path / "p", PROMPT)
     for blocks in range(8, 12):
         engine = Engine(model, block_size=16, prefix_dir=tmp_path / "p", kv_cache_mb=1)
-        engine._sizes = engine._sizes._replace(blocks=blocks, most_cached=blocks - 5)
+        engine._plan.sizes = engine._plan.sizes._replace(blocks=blocks, most_cached=blocks - 5)
         found = _run_all(engine, [PROMPT, PROMPT[:60]], None)
         assert found[0] == expected and engine.stats().disk_tokens > 0
         engine.close()
@@ -616,6 +616,6 @@ def test_blocks_that_the_queue_had_no_room_for_come_later(
     engine.add(PROMPT, GREEDY, LIMITS)
     while engine.has_work:
         engine.step()
-        assert engine._store is not None and engine._store.flush(10)
+        assert engine._core.store is not None and engine._core.store.flush(10)
     engine.close()
     assert run(model, tmp_path / "p", PROMPT)[1] == 96

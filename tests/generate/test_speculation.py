@@ -7,6 +7,7 @@ AVX512-VNNI and AMX. Texts are drawn draft by draft from a seed; no clock is rea
 from __future__ import annotations
 
 import random
+import time
 from array import array
 from collections.abc import Callable, Sequence
 
@@ -16,7 +17,6 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bitnet_ops.generate import engine as engine_module
 from bitnet_ops.generate.engine import Finished, Limits, NewToken, SamplingParams
 from bitnet_ops.generate.speculation import MAX_DRAFTS, Acceptance, StepCosts, propose
 from bitnet_ops.models.step_batch import StepBatch
@@ -167,7 +167,7 @@ class Machine:
 
     def __init__(self, cost: Cost, monkeypatch: pytest.MonkeyPatch) -> None:
         self.cost, self.now = cost, 0.0
-        monkeypatch.setattr(engine_module.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
 
     def work(self, batch: StepBatch) -> None:
         self.now += self.cost(len(batch.token_ids))

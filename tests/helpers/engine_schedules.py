@@ -89,8 +89,8 @@ def engine_of(model: Decoder, form: Form, rng: random.Random, **more: Any) -> En
     )
     engine = Engine(model, scheduling=options, kv_cache_mb=40, **more)
     blocks = rng.choice(form.positions) // engine.block_size
-    sizes = engine._sizes._replace(blocks=blocks, slots=rng.choice([1, 2, 8, 40, 40]))
-    engine._sizes = sizes
+    sizes = engine._plan.sizes._replace(blocks=blocks, slots=rng.choice([1, 2, 8, 40, 40]))
+    engine._plan.sizes = sizes
     return engine
 
 

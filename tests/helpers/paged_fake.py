@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from bitnet_ops.generate.engine import Engine, Limits
+from bitnet_ops.generate.engine_memory import EngineMemory, MemoryPlan
 from bitnet_ops.generate.sampling import Sampler, SamplingParams, sample_rows
 from bitnet_ops.generate.scheduler import Scheduler, SchedulerOptions
 from bitnet_ops.models.step_batch import StepBatch
@@ -188,10 +189,19 @@ class FakeEngine(Engine):
         super().__init__(
             self.fake, block_size=block_size, scheduling=scheduling, prefix_dir=prefix_dir
         )
-        self._blocks, self.pool = blocks, FakePool(blocks, block_size)
+        self.pool = FakePool(blocks, block_size)
+        self._core.plan = _FakePlan(self.pool, self._plan)
 
-    def _make_memory(self) -> Any:
-        allocator = PoisoningAllocator(self.pool)
-        most, copy = self.fake.config.max_position_embeddings, self.pool.copy_block
-        return self.pool, allocator, Scheduler(allocator, self.block_size, most, copy,
-                                               self.scheduling)  # fmt: skip
+
+class _FakePlan(MemoryPlan):
+    """The plan of an engine, but for the pool."""
+
+    def __init__(self, pool: FakePool, plan: MemoryPlan) -> None:
+        super().__init__(**vars(plan))
+        self.pool = pool
+
+    def make(self, config: Any) -> EngineMemory:
+        blocks, size = PoisoningAllocator(self.pool), self.pool.block_size
+        most, copy = config.max_position_embeddings, self.pool.copy_block
+        scheduler = Scheduler(blocks, size, most, copy, self.scheduling)
+        return EngineMemory(self.pool, blocks, scheduler)  # type: ignore[arg-type]

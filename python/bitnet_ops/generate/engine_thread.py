@@ -76,7 +76,7 @@ class EngineThread:
         """A step of each engine that has requests, and of the oldest job; False: nothing to do."""
         busy = False
         for engine in self.engines:
-            if engine._requests:
+            if engine._core.requests:
                 busy = True
                 try:
                     engine.step()

@@ -18,7 +18,9 @@ from bitnet_ops.generate.request import Event, Failed, NewToken, Request
 class RequestRunner(Protocol):
     """What a run needs of an engine."""
 
-    seconds: float  # of all steps so far
+    @property
+    def seconds(self) -> float:
+        """Of all steps so far."""
 
     def _submit(self, request: Request) -> None:
         """Queue a request."""

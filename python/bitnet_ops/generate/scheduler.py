@@ -17,21 +17,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
-
-from bitnet_ops import machine
-from bitnet_ops.arguments import check_flag, check_integer, check_megabytes, is_number, shown
-from bitnet_ops.config import ModelConfig
+from bitnet_ops.arguments import check_flag, check_integer, is_number, shown
 from bitnet_ops.generate.request import Request, ShareRead, without
 from bitnet_ops.generate.speculation import StepCosts, propose
 from bitnet_ops.generate.states import Checkpoint, StateSlots, stops_of
 from bitnet_ops.nn.blocks import BlockAllocator, PoolFullError
-from bitnet_ops.nn.kv_config import bytes_of_block, kept_of
-from bitnet_ops.nn.state_pool import slot_bytes
-
-_CHECKPOINTS = 32  # slots of states beside those of running requests
-_MAX_BLOCK_SIZE = 2**16  # 8 GiB of the largest models; 16 to 128 are usual
-_PREFIX_CACHE_MB = 256  # of an engine that nobody has told how much memory it may have
 
 
 @dataclass(frozen=True)
@@ -524,56 +514,3 @@ class Scheduler:
 
     def _blocks_for(self, positions: int) -> int:
         return -(-positions // self.block_size)
-
-
-class MemorySizes(NamedTuple):
-    """blocks: of an engine's pool. most_cached: how many may be cached, None: all.
-
-    slots: of recurrent states, 0: the model has none. most_checkpoints: how many of them may be
-    checkpoints, None: all.
-    """
-
-    blocks: int
-    most_cached: int | None
-    slots: int = 0
-    most_checkpoints: int | None = None
-
-
-def memory_sizes(
-    config: ModelConfig,
-    block_size: int,
-    kv_dtype: torch.dtype,
-    kv_cache_mb: float | None,
-    prefix_cache_mb: float | None,
-    max_sequences: int,
-) -> MemorySizes:
-    """How an engine divides its memory; see Engine. States have half of it at most."""
-    if kv_cache_mb is not None:
-        check_megabytes("engine: expected kv_cache_mb", kv_cache_mb)
-    if prefix_cache_mb is not None:
-        check_megabytes("engine: expected prefix_cache_mb", prefix_cache_mb, zero=True)
-    check_integer("engine: expected block_size", block_size, 1, _MAX_BLOCK_SIZE)
-    block_bytes = bytes_of_block(config, block_size, kv_dtype)
-    longest = -(-config.max_position_embeddings // block_size)
-    budget = machine.cache_budget() if kv_cache_mb is None else int(kv_cache_mb * 2**20)
-    state = slot_bytes(kept_of(config))
-    slots = max(1, min(max_sequences + _CHECKPOINTS, budget // 2 // state)) if state else 0
-    blocks = (budget - slots * state) // block_bytes
-    if kv_cache_mb is None:
-        memory = machine.memory_bytes()["available"]
-        room = longest
-        if memory is not None:
-            room = (memory * 3 // 4 - slots * state) // block_bytes
-        blocks = max(1, blocks, min(longest, room))
-    elif blocks < 1:
-        beside = f" and a state's {state / 2**20:.2f} MiB" if state else ""
-        raise ValueError(
-            f"engine: expected kv_cache_mb of at least a block's {block_bytes / 2**20:.2f} MiB"
-            f"{beside}, got {kv_cache_mb}"
-        )
-    if prefix_cache_mb is not None:
-        cached = int(prefix_cache_mb * 2**20)
-        return MemorySizes(blocks, cached // block_bytes, slots, cached // state if state else None)
-    if kv_cache_mb is not None:
-        return MemorySizes(blocks, None, slots)
-    return MemorySizes(blocks, max(_PREFIX_CACHE_MB * 2**20 // block_bytes, longest), slots)

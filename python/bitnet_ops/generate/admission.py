@@ -1,0 +1,95 @@
+"""Admission: from the arguments of a caller to checked requests, in the caller's thread.
+
+Everything that can be wrong with a request is found here, so that a step never meets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Sized
+from typing import Literal
+
+from bitnet_ops.generate.causal_model import CausalModel, check_adapter
+from bitnet_ops.generate.constraint import Constraint
+from bitnet_ops.generate.request import (
+    Limits,
+    PromptError,
+    Request,
+    check_prompt,
+    kind_of,
+    token_ids,
+)
+from bitnet_ops.generate.sampling import SamplingParams
+
+
+def make_request(
+    model: CausalModel,
+    id: int,
+    prompt: Sequence[int],
+    params: SamplingParams | None,
+    limits: Limits | None,
+    *,
+    adapter: str | None,
+    max_drafts: int | Literal["auto"],
+    constraint: Constraint | None,
+    keep_prefix: bool = True,
+) -> Request:
+    """A request that `model` can run. Raises what `Engine.add` raises."""
+    if constraint is not None and not (
+        callable(getattr(constraint, "mask", None)) and callable(getattr(constraint, "add", None))
+    ):
+        raise TypeError(
+            f"engine: expected constraint with mask() and add(token), got {kind_of(constraint)}"
+        )
+    config, ids = model.config, token_ids(prompt, "engine")
+    check_prompt(ids, config.vocab_size, config.max_position_embeddings)
+    check_adapter(model, adapter)
+    request = Request(
+        id,
+        ids,
+        params,
+        limits,
+        adapter=adapter,
+        max_drafts=max_drafts,
+        constraint=constraint,
+        keep_prefix=keep_prefix,
+    )
+    request.sampler.params.check_vocabulary(config.vocab_size)
+    return request
+
+
+def check_prompts(prompts: object) -> None:
+    """Raise TypeError unless `prompts` is a list of prompts, PromptError where it is empty."""
+    if (
+        not isinstance(prompts, Sized)
+        or isinstance(prompts, str | bytes)
+        or getattr(prompts, "ndim", 1) == 0
+    ):
+        raise TypeError(f"engine: expected prompts as lists of token ids, got {kind_of(prompts)}")
+    if not len(prompts):
+        raise PromptError("engine: expected at least one prompt, got none")
+
+
+def params_of_prompts(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams | None]:
+    """One for each of `count` prompts: shared, or its own."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise TypeError(f"engine: expected params as SamplingParams, got {kind_of(params)}")
+    if len(params) != count:
+        raise ValueError(f"engine: expected params for {count} prompts, got {len(params)}")
+    return list(params)
+
+
+def constraints_of_prompts(
+    constraints: Sequence[Constraint] | None, count: int
+) -> Sequence[Constraint | None]:
+    """One for each of `count` prompts: none, or its own, for a constraint holds a state."""
+    if constraints is None:
+        return [None] * count
+    if not isinstance(constraints, list | tuple) or len(constraints) != count:
+        raise TypeError(
+            f"engine: expected constraints as a list, one a prompt, got {kind_of(constraints)}"
+        )
+    return constraints
