@@ -46,11 +46,11 @@ class DiskPrefix:
         pool: KVPool,
         allocator: BlockAllocator,
         states: StateSlots | None,
-        most_cached: int | None,
+        max_cached: int | None,
     ) -> None:
         self._store, self._pool, self._allocator, self._states = store, pool, allocator, states
         self._size = pool.block_size
-        self._max_blocks = allocator.blocks if most_cached is None else most_cached
+        self._max_blocks = allocator.blocks if max_cached is None else max_cached
         self._block_bytes = bytes_of(pool.parts(0))
         self._arriving: deque[Request] = deque()
         self._coming: _Coming | None = None  # of the first one that arrives

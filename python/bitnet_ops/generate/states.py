@@ -40,14 +40,14 @@ class StateSlots:
     Args:
         pool: of the states.
         block_size: positions of a block of keys and values.
-        most_checkpoints: how many there are, at most; None: as many as there are slots.
+        max_checkpoints: how many there are, at most; None: as many as there are slots.
     """
 
     def __init__(
-        self, pool: StatePool, block_size: int, most_checkpoints: int | None = None
+        self, pool: StatePool, block_size: int, max_checkpoints: int | None = None
     ) -> None:
         self.pool, self._size = pool, block_size
-        self._max_checkpoints = pool.slots if most_checkpoints is None else most_checkpoints
+        self._max_checkpoints = pool.slots if max_checkpoints is None else max_checkpoints
         self._free = [*reversed(range(pool.slots))]
         self._checkpoints: OrderedDict[Checkpoint, None] = OrderedDict()  # oldest use first
         self._by_parent: dict[bytes, list[Checkpoint]] = {}

@@ -4,7 +4,7 @@ A block is a number here; the memory behind it is kv_pool's. A block may be regi
 contents under a key, a hash of all tokens up to its end (`block_key`), and is then found by later
 sequences that begin with the same tokens, also after its last owner has freed it, until it is
 needed for other contents: of the free blocks those without contents are taken first, then the one
-whose contents have not been used for longest. `most_cached` bounds how many are kept so. What a
+whose contents have not been used for longest. `max_cached` bounds how many are kept so. What a
 background sequence leaves counts as not used for longest, unless others have used it too.
 BlockAllocator is for one thread at a time. SequenceBlocks is one sequence in a pool that several
 caches share: forks share the blocks behind their common positions, and the one that writes a block
@@ -81,14 +81,14 @@ class BlockAllocator:
 
     Args:
         blocks: how many; one that is never taken costs nothing.
-        most_cached: how many free blocks keep their contents, at most; None: all of them.
+        max_cached: how many free blocks keep their contents, at most; None: all of them.
     Attributes: `blocks`, how many there are. Every block is in use (one reference or more), or
     free; a free one is cached if its contents are known. `used_blocks`, `free_blocks` (cached ones
     among them) and `cached_blocks` count them.
     """
 
-    def __init__(self, blocks: int, most_cached: int | None = None) -> None:
-        self.blocks, self._most_cached = 0, most_cached
+    def __init__(self, blocks: int, max_cached: int | None = None) -> None:
+        self.blocks, self._max_cached = 0, max_cached
         self._references: list[int] = []  # of the blocks that have been taken once
         self._contents: list[Contents | None] = []
         self._by_key: dict[bytes, int] = {}
@@ -199,8 +199,8 @@ class BlockAllocator:
             for block in blocks:
                 if block in self._cached and block not in self._found:
                     self._cached.move_to_end(block, last=False)
-        if self._most_cached is not None:
-            while len(self._cached) > self._most_cached:
+        if self._max_cached is not None:
+            while len(self._cached) > self._max_cached:
                 self.forget([next(iter(self._cached))])
 
     def writable(self, block: int) -> int:
