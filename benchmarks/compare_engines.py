@@ -30,18 +30,18 @@ _PILOT = 16  # tokens of a prompt that no engine takes long over: it predicts th
 
 
 def engine_rows(
-    bench: ModelBench, limits: MachineLimits, engine: OtherEngine, most_seconds: float
+    bench: ModelBench, limits: MachineLimits, engine: OtherEngine, max_seconds: float
 ) -> list[Row]:
     """The engine's decode step at context 0, alternating with ours, and its prefill.
 
-    A figure that would take longer than `most_seconds` is left out.
+    A figure that would take longer than `max_seconds` is left out.
     """
     use_threads(limits.threads)
     common = {"kind": "engine", "name": engine.name, "threads": limits.threads}
     ours, theirs = bench.model.decode_run(1, 0, DECODED), engine.decode_run(limits.threads)
     # a pause, so that threads of theirs that still spin do not take the CPUs from ours
     pause = Timed(lambda _: time.sleep(0.01))
-    rounds = interleave([ours, theirs, pause], Budget(most_seconds / 4, 3, 16))
+    rounds = interleave([ours, theirs, pause], Budget(max_seconds / 4, 3, 16))
     ours_s, theirs_s, _ = rounds.usable()
     decode = {
         "what": "decode",
@@ -54,7 +54,7 @@ def engine_rows(
     prompts = sorted({_PILOT, *bench.settings.prompts})
     for tokens, later in zip(prompts, [*prompts[1:], 0], strict=True):
         row: Row = common | {"what": "prefill", "tokens": tokens}
-        if predicted > most_seconds:
+        if predicted > max_seconds:
             rows.append(row | {"note": f"left out: about {predicted:.0f} s"})
             continue
         seconds = time_once(engine.prefill_run(tokens, limits.threads))
@@ -66,14 +66,14 @@ def engine_rows(
 
 
 def all_rows(
-    bench: ModelBench, limits: Sequence[MachineLimits], names: Sequence[str], most_seconds: float
+    bench: ModelBench, limits: Sequence[MachineLimits], names: Sequence[str], max_seconds: float
 ) -> list[Row]:
     """Every installed engine of `names` at the largest thread count."""
     rows = []
     most = max(limits, key=lambda one: one.threads)
     with unpinned():
         for engine in engines.installed(names, bench.settings.dummy):
-            rows += engine_rows(bench, most, engine, most_seconds)
+            rows += engine_rows(bench, most, engine, max_seconds)
             engine.close()
     return rows
 

@@ -27,7 +27,7 @@ class Litespark:
     """litespark_inference.torchless on packed weights made here; its int8 head."""
 
     # Its AVX2 product returns without computing anything above (1.0.3, LSPK_AVX2_MAX_T).
-    MOST_TOKENS = 64
+    MAX_TOKENS = 64
 
     def __init__(self, model: str, threads: int, folder: Path) -> None:
         import numpy as np
@@ -96,9 +96,9 @@ class Litespark:
 
     def prefill(self, tokens: int) -> None:
         prompt = [i % self._model.config.vocab_size for i in range(tokens)]
-        state, most = self._fresh(tokens + 1), self.MOST_TOKENS
-        for at in range(0, tokens, most):
-            self._runtime.forward_prefill(self._model, state, prompt[at : at + most])
+        state, maximum = self._fresh(tokens + 1), self.MAX_TOKENS
+        for at in range(0, tokens, maximum):
+            self._runtime.forward_prefill(self._model, state, prompt[at : at + maximum])
 
 
 class LlamaCpp:

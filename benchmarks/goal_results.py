@@ -108,9 +108,9 @@ def _status(goal: Goal, cpu: Cpu, measured: Measured | None) -> str:
         return lack
     if measured is None or measured.value is None:
         return UNMEASURED if measured is None or measured.built else NOT_BUILT
-    if measured.value > goal.most:
+    if measured.value > goal.maximum:
         return ABOVE_LIMIT
-    if measured.value < goal.least:
+    if measured.value < goal.minimum:
         return IMPOSSIBLE
     if reached(goal, goal.stretch, measured.value):
         return STRETCH

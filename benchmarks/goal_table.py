@@ -8,7 +8,7 @@ from typing import Any
 
 AMX = "amx_int8"
 # What timing the parts of a step one by one may err by; below it they took longer than the step.
-LEAST_OVERHEAD = -0.02
+MIN_OVERHEAD = -0.02
 COLUMNS = ["name", "title", "quantity", "arguments", "unit", "target", "stretch", "CPU", "threads"]
 
 
@@ -39,7 +39,7 @@ class Goal:
     threads: tuple[int, ...] = (0,)
 
     @property
-    def most(self) -> float:
+    def maximum(self) -> float:
         """What no honest measurement can exceed: a share of a limit, with room for its error.
 
         Plain reading is not the fastest form of reading, so a kernel may well be above it.
@@ -49,9 +49,9 @@ class Goal:
         return 1.4 if self.unit == "of plain reading" else 1.1
 
     @property
-    def least(self) -> float:
+    def minimum(self) -> float:
         """What no honest measurement can be below: parts of a step are no more than the step."""
-        return LEAST_OVERHEAD if self.unit == "of a step" else 0.0
+        return MIN_OVERHEAD if self.unit == "of a step" else 0.0
 
 
 def _argument(text: str) -> tuple[str, Any]:

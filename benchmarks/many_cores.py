@@ -4,7 +4,7 @@ The real plan of stages (units, claim rules, weights of each stage, as `bench_st
 so many threads) runs in a simulator: threads claim units as runtime/staged_executor.h says, a unit
 takes what it takes here on one thread, reading is bounded by the memory's bandwidth, and what
 threads write for each other costs transfers of cache lines. Two schemes: "shared", in which every
-thread entered and left a stage by changing one line and one thread dealt out the ranges of all,
+thread entered and left a stage by changing one line and one thread distributed the ranges of all,
 and "grouped", which is built. It is checked against 1 and 2 real threads. It knows neither caches
 nor frequencies: what it answers is whether the plan has enough units and what barriers cost.
 
@@ -42,8 +42,8 @@ class Stage:
 
     name: str
     units: int
-    least: int
-    most: int
+    minimum: int
+    maximum: int
     parts: int
     ns: float
     prepare_ns: float
@@ -85,11 +85,11 @@ class Machine:
             return [0.0] * self.threads
         if self.scheme == "grouped":
             return [self.publish_ns + i * self.reader_ns for i in range(self.threads)]
-        dealt = self.threads * self.far_ns / self.in_flight + self.publish_ns
+        distributed = self.threads * self.far_ns / self.in_flight + self.publish_ns
         # a change of the one line each, then the own range that another thread has written; that
         # a compare and swap fails beside others is not counted
         turn = max(self.reader_ns, self.far_ns)
-        return [dealt + (i + 1) * turn + self.far_ns for i in range(self.threads)]
+        return [distributed + (i + 1) * turn + self.far_ns for i in range(self.threads)]
 
     def last_look_ns(self) -> float:
         """What a thread reads until it knows that nothing is left to claim."""
@@ -114,15 +114,15 @@ def read_plan(text: str) -> tuple[list[Stage], dict[int, float]]:
     for line in text.splitlines():
         words = shlex.split(line)
         if words[:1] == ["plan"] and int(words[2]) > 0:
-            units, least, most, parts, ns, prepare_ns, size = map(int, words[2:9])
-            stages.append(Stage(words[1], units, least, most, parts, ns, prepare_ns, size))
+            units, minimum, maximum, parts, ns, prepare_ns, size = map(int, words[2:9])
+            stages.append(Stage(words[1], units, minimum, maximum, parts, ns, prepare_ns, size))
         elif words[:1] == ["threads"]:
             measured[int(words[1])] = float(words[2])
     return stages, measured
 
 
 class Ranges:
-    """The unclaimed units of each partition, dealt out as partition_begin of parallel.h does."""
+    """The unclaimed units of each partition, distributed as partition_begin of parallel.h does."""
 
     def __init__(self, stage: Stage, machine: Machine) -> None:
         threads = machine.threads
@@ -153,7 +153,7 @@ class Ranges:
 
     def take(self, victim: int) -> int:
         left, stage = self.left[victim], self.stage
-        taken = min(max(left // stage.parts, stage.least), stage.most, left)
+        taken = min(max(left // stage.parts, stage.minimum), stage.maximum, left)
         self.left[victim] -= taken
         return taken
 

@@ -147,5 +147,5 @@ class Object:
             for steps in code.loops():
                 text = [line for i in steps for line in self._spelt_out(code.text[i])]
                 found.append(Turn(tuple(text), sum(code.is_dot[i] for i in steps)))
-        most = max((turn.dots for turn in found), default=0)
-        return [turn for turn in found if 2 * turn.dots >= most]
+        maximum = max((turn.dots for turn in found), default=0)
+        return [turn for turn in found if 2 * turn.dots >= maximum]

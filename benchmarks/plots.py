@@ -100,10 +100,10 @@ def draw_roofline(report: Report, path: Path) -> Path:
 def draw_sweep(report: Report, path: Path) -> Path:
     """Share of the int8 peak against M, hot, every shape a line."""
     figure, axes = _figure()
-    most = max((limit["threads"] for limit in report["limits"]), default=1)
+    maximum = max((limit["threads"] for limit in report["limits"]), default=1)
     lines: dict[tuple[int, int, str], list[tuple[int, float]]] = {}
     for row in report["rows"]:
-        if row["name"] in {"gemv", "gemm"} and row["memory"] == "hot" and row["threads"] == most:
+        if row["name"] in {"gemv", "gemm"} and row["memory"] == "hot" and row["threads"] == maximum:
             key = (row["shape"]["N"], row["shape"]["K"], row["format"])
             share = row["limits"]["int8_peak"]["ratio"]["median"]
             lines.setdefault(key, []).append((row["shape"]["M"], share))
@@ -114,7 +114,7 @@ def draw_sweep(report: Report, path: Path) -> Path:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("tokens M")
     axes.set_ylabel("share of the int8 peak")
-    _title(axes, report, f"hot gemv and gemm, {most} thread(s)")
+    _title(axes, report, f"hot gemv and gemm, {maximum} thread(s)")
     return _save(figure, path)
 
 

@@ -24,7 +24,7 @@ from bitnet_ops import machine
 
 _REST_S = 0.01  # for threads of the other process that still spin
 _COPIES_BYTES = 100e6  # of weights, three times the last cache of the machines at hand
-_LEAST_MACS = 4e9  # a turn of several milliseconds also with a product of few tokens
+_MIN_MACS = 4e9  # a turn of several milliseconds also with a product of few tokens
 _ATTEMPTS = 3
 _QUIET = 0.06  # quartiles of the turns' ratios so far apart: others had the CPUs
 _BITS = {"2bit": 2.0, "1.6bit": 1.6}
@@ -118,8 +118,8 @@ class _Worker:
     def turn(self) -> dict[str, float]:
         """GMAC/s of the product over the copies of a turn."""
         macs = self._shape[0] * self._shape[1] * self._x.shape[0]
-        times = max(1, round(_LEAST_MACS / (macs * len(self._weights))))
-        few = max(2, min(len(self._weights), round(_LEAST_MACS / macs)))
+        times = max(1, round(_MIN_MACS / (macs * len(self._weights))))
+        few = max(2, min(len(self._weights), round(_MIN_MACS / macs)))
         weights = self._weights[:few] if times == 1 else self._weights * times
         self._calls(weights[:2])
         start = time.perf_counter()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.goal_table import LEAST_OVERHEAD
+from benchmarks.goal_table import MIN_OVERHEAD
 from bitnet_ops import _runtime, ops
 from bitnet_ops.bench.harness import Budget, Timed, digits, interleave, summarize
 from bitnet_ops.bench.limits import MachineLimits
@@ -152,7 +152,7 @@ def _parts_once(bench: ModelBench, limits: MachineLimits, context: int) -> Row:
         "parts_ms": {p: digits(s * 1e3) for p, s in net.items()},
         "rest_ms": digits((step - sum(net.values())) * 1e3),
         "overhead": digits(overhead),
-        "impossible": overhead < LEAST_OVERHEAD,
+        "impossible": overhead < MIN_OVERHEAD,
         "empty_call_us": digits(empty * 1e6),
         "op_calls": {p: parts[p][1] for p in PARTS},
         "disturbed": rounds.disturbed,

@@ -47,7 +47,7 @@ SECONDS = "300"  # of a suite; a mutant that takes longer does not end
 
 # Matters of time: no test holds them, nor should it.
 TIME_ONLY = re.compile(
-    r"prefetch|[aA]head|kPanelFrom|kWideFrom|kTokenBlock|kHeadRowChunk|kBlockFewest|kFromTokens"
+    r"prefetch|[aA]head|kPanelFrom|kWideFrom|kTokenBlock|kHeadRowChunk|kBlockMinRows|kFromTokens"
     r"|from_memory|first_group|walk|unroll|likely|hint|\bask"
 )
 LARGER = re.compile(r"^\s*(alignas\S+ )?\w+ \w+(\[[^]]+\])+( = \{\})?;")

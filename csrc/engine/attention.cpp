@@ -53,14 +53,14 @@ void AttentionPlan::add_page_counts(int64_t layers) const {
 }
 
 void AttentionPlan::choose(const KernelTable& kernels, const AttentionBuffers& buffers,
-                           int64_t begin, int64_t end, float* shared, float* own) const {
-  PageChooser(cut_, kernels, buffers.pool, buffers.query, shared, pages_read_.data(), own)
+                           int64_t begin, int64_t end, float* shared, float* thread_memory) const {
+  PageChooser(cut_, kernels, buffers.pool, buffers.query, shared, pages_read_.data(), thread_memory)
       .choose(begin, end);
 }
 
 void AttentionPlan::run(const KernelTable& kernels, const AttentionBuffers& buffers, int64_t begin,
-                        int64_t end, float* shared, float* own) const {
-  AttentionRun(cut_, access_, kernels, buffers, shared, own).run(begin, end);
+                        int64_t end, float* shared, float* thread_memory) const {
+  AttentionRun(cut_, access_, kernels, buffers, shared, thread_memory).run(begin, end);
 }
 
 void AttentionPlans::add(const AttentionShape& shape, const Sequences& sequences, int64_t threads) {
@@ -91,21 +91,22 @@ void attend(const AttentionShape& shape, const Sequences& sequences,
   const int64_t max_partitions =
       partitions_for(kMaxPartitions, attention_work(shape, sequences), kMinElements);
   plan.build(shape, sequences, max_partitions);
-  const int64_t partitions = std::min(max_partitions, plan.tasks()), own = plan.thread_floats();
+  const int64_t partitions = std::min(max_partitions, plan.tasks()), floats = plan.thread_floats();
   if (partitions == 0) return;
-  Scratch<float> shared(plan.shared_floats()), threads(partitions * own);
+  Scratch<float> shared(plan.shared_floats()), threads(partitions * floats);
   plan.prepare(shared.get());
   const AttentionPlan& tasks = plan;  // the threads of the regions have one of their own
   if (const int64_t choices = plan.choices(); choices > 0) {
     const int64_t parts = std::min(partitions, choices);
     run_partitions(parts, [&](int64_t p) {
       tasks.choose(kernels, buffers, partition_begin(choices, parts, p),
-                   partition_begin(choices, parts, p + 1), shared.get(), threads.get() + p * own);
+                   partition_begin(choices, parts, p + 1), shared.get(),
+                   threads.get() + p * floats);
     });
   }
   std::atomic<int64_t> next{plan.split_tasks()};
   run_partitions(partitions, [&](int64_t p) {
-    float* mine = threads.get() + p * own;
+    float* mine = threads.get() + p * floats;
     // equal tasks: a sequential stream for each thread; then the dear ones first
     const int64_t split = tasks.split_tasks();
     tasks.run(kernels, buffers, partition_begin(split, partitions, p),

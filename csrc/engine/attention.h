@@ -14,9 +14,10 @@ namespace bitnet::engine {
 
 // Use, with threads that the caller owns:
 //   plan.build(shape, sequences, threads);     // once a step, not once a layer
-//   `shared` has plan.shared_floats() floats, `own`, one for each thread, plan.thread_floats()
+//   `shared` has plan.shared_floats() floats, `memory`, one for each thread, plan.thread_floats()
 //   plan.prepare(shared);                      // one thread, before the first task
-//   plan.run(kernels, buffers, begin, end, shared, own);  // any thread, any order, each task once
+//   plan.run(kernels, buffers, begin, end, shared, memory);
+//                                              // any thread, any order, each task once
 // When all tasks are done and the threads have synchronised, `out` is complete and `shared` is
 // ready for the next layer. A thread should take neighbouring tasks together: they read
 // neighbouring memory, and the chunks of a group share its query.
@@ -37,10 +38,10 @@ class AttentionPlan {
   void add_page_counts(int64_t layers) const;
   // Choices [begin, end).
   void choose(const KernelTable& kernels, const AttentionBuffers& buffers, int64_t begin,
-              int64_t end, float* shared, float* own) const;
+              int64_t end, float* shared, float* thread_memory) const;
   // Tasks [begin, end).
   void run(const KernelTable& kernels, const AttentionBuffers& buffers, int64_t begin, int64_t end,
-           float* shared, float* own) const;
+           float* shared, float* thread_memory) const;
 
  private:
   AttentionCut cut_;

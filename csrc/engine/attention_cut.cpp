@@ -1,4 +1,5 @@
-// Cutting attention into tasks; see attention_cut.h. Every number that says how stands at the top.
+// Cutting attention into tasks; see attention_cut.h. The constants that decide the cut are at the
+// top.
 #include "engine/attention_cut.h"
 
 #include <algorithm>
@@ -10,7 +11,7 @@ constexpr int64_t kBlockRows = 96;       // query rows that meet a chunk while i
 constexpr int64_t kMinRows = 24;         // smaller blocks waste the loads of keys and values
 constexpr int64_t kGroupsPerThread = 8;  // enough for an even split without cutting positions
 constexpr int64_t kMaxSplitFloats = int64_t{1} << 22;  // states of split groups: 16 MiB
-constexpr int64_t kReadingRows = 4;  // reading a chunk takes as long as so many rows' arithmetic
+constexpr int64_t kReadingRows = 4;  // to read a chunk takes as long as 4 rows' arithmetic
 
 }  // namespace
 
@@ -65,7 +66,7 @@ void AttentionCut::make_groups() {
     for (int64_t t = 0, count = 0; t < tokens; t += count) {
       const int64_t position = start + t;
       count = std::min(block_tokens_, tokens - t);
-      // tokens that see all and those that do not read other pieces
+      // tokens with a gap behind the sinks read other pieces than tokens without one
       for (int64_t i = 1; shape_.policy.sinks > 0 && i < count; ++i) {
         if (sees_all(position + i) != sees_all(position)) count = i;
       }
@@ -100,8 +101,8 @@ void AttentionCut::add_choice(Group& group) {
   choosing_.push_back(static_cast<int32_t>(groups_.size() - 1));
 }
 
-// What `tokens` tokens from `position` on read; with sinks either all of them see all, or none
-// does.
+// The pieces that `tokens` tokens from `position` on read. With sinks, sees_all() is the same for
+// all of them.
 void AttentionCut::add_pieces(int64_t position, int64_t tokens) {
   const AttentionPolicy& policy = shape_.policy;
   const bool all = sees_all(position + tokens - 1);

@@ -37,27 +37,27 @@ class AttentionCut {
     int64_t token, tokens;  // [token, token + tokens) of all tokens
     int64_t position;       // of its first token
     int64_t first_piece;    // in pieces_, which the heads of a block of tokens share
-    int64_t pieces;         // of one that chooses: at most
-    int64_t row_pieces;     // pieces that each of its rows reads, added up; likewise
-    int64_t choice = -1;    // of one that chooses: where its choice lies
+    int64_t pieces;         // an upper bound if the group chooses pages
+    int64_t row_pieces;     // sum over its rows of the pieces that a row reads; likewise a bound
+    int64_t choice = -1;    // where its choice lies if it chooses pages
     int64_t counter = -1;   // of a split group: its counter, and where its states begin
     int64_t states = 0;
   };
-  // What a group reads of a chunk: of the positions up to its own, each token sees those of its
-  // window, all, or those of the first `sinks`. One chunk may be two pieces, its sinks the first.
+  // What a group reads of a chunk. Each token sees positions up to its own: those in its window,
+  // all of them, or those below `sinks`. A chunk may be two pieces; the sinks are then the first.
   struct Piece {
     enum Kind : int32_t { kWindow, kAll, kSinks };
     int32_t chunk;
     Kind kind;
-    uint64_t tokens = 0;  // of one that was chosen: those that read it, by bits
+    uint64_t tokens = 0;  // of a chosen page: a bit for each token of the group that reads it
     int64_t begin() const { return chunk * kAttentionChunk; }
   };
   struct Task {
     int32_t group, piece;  // piece -1: all pieces
   };
 
-  // The arrays of `sequences` must be valid, and live as long as the cut is used. Reuses the memory
-  // of an earlier cut.
+  // The arrays of `sequences` must be valid for as long as the cut is used. Reuses the memory of an
+  // earlier cut.
   void build(const AttentionShape& shape, const Sequences& sequences, int64_t threads);
 
   const AttentionShape& shape() const { return shape_; }
@@ -71,8 +71,8 @@ class AttentionCut {
   // Groups that choose what they read.
   int64_t choices() const { return static_cast<int64_t>(choosing_.size()); }
   const Group& choosing(size_t i) const { return groups_[static_cast<size_t>(choosing_[i])]; }
-  int64_t max_pages() const { return max_pages_; }        // of a choice
-  int64_t max_choosing() const { return max_choosing_; }  // tokens of one
+  int64_t max_pages() const { return max_pages_; }        // that a group chooses from
+  int64_t max_choosing() const { return max_choosing_; }  // tokens of such a group
 
   // The sizes of a group's states and queries.
   int64_t rows_per_token() const { return rows_per_token_; }
@@ -89,7 +89,7 @@ class AttentionCut {
   float* states_of(const Group& group, float* shared) const {
     return shared + counter_floats() + group.states;
   }
-  // The pieces of a group that chooses; before them one whose `chunk` counts them.
+  // The pieces of a group that chooses, behind one whose `chunk` is their number.
   Piece* choice_of(const Group& group, float* shared) const {
     return reinterpret_cast<Piece*>(shared + choices_at()) + group.choice;
   }
@@ -104,33 +104,33 @@ class AttentionCut {
   static int64_t chunks_of(int64_t positions) {
     return (positions + kAttentionChunk - 1) / kAttentionChunk;
   }
-  // What a group sees of a piece, in positions of the chunk and in rows.
+  // How many positions of the chunk the group sees.
   int64_t positions_of(const Group& group, const Piece& piece) const {
     const int64_t end =
         piece.kind == Piece::kSinks ? shape_.policy.sinks : group.position + group.tokens;
     return std::min(kAttentionChunk, end - piece.begin());
   }
-  // Positions of the chunk that no row of the group sees, since they lie before all windows.
+  // How many positions of the chunk lie before the windows of all rows, so that no row sees them.
   int64_t hidden_in(const Group& group, const Piece& piece) const {
     if (piece.kind != Piece::kWindow) return 0;
     return std::max<int64_t>(0, first_seen(group.position) - piece.begin());
   }
-  // Rows whose token stands before the chunk: it shows them nothing.
+  // How many rows have a token before the chunk: they see nothing of it.
   int64_t rows_before(const Group& group, const Piece& piece) const {
     return std::max<int64_t>(0, piece.begin() - group.position) * rows_per_token_;
   }
-  // Rows whose window does not begin behind the chunk.
+  // How many rows, from the first one on, have a window that begins in or before the chunk.
   int64_t rows_up_to(const Group& group, const Piece& piece) const {
     const int64_t window = shape_.policy.window;
     if (piece.kind != Piece::kWindow || window >= group.position + group.tokens)
       return rows_of(group);
-    const int64_t last = piece.begin() + kAttentionChunk + window - 2;  // a token that sees it
+    const int64_t last = piece.begin() + kAttentionChunk + window - 2;  // token that sees the chunk
     return std::min(group.tokens, last - group.position + 1) * rows_per_token_;
   }
 
  private:
   static constexpr int64_t kPieceFloats = sizeof(Piece) / sizeof(float);
-  static constexpr int64_t kChoosingTokens = 64;  // of a group, the bits of Piece::tokens
+  static constexpr int64_t kChoosingTokens = 64;  // most tokens of a group: bits of Piece::tokens
 
   static int64_t whole_lines(int64_t floats) { return (floats + 15) / 16 * 16; }
   int64_t counter_floats() const { return whole_lines(split_groups_); }
@@ -146,8 +146,8 @@ class AttentionCut {
     return shape_.policy.window == 0 ? 0
                                      : std::max<int64_t>(0, position - shape_.policy.window + 1);
   }
-  // Whether nothing lies between sinks and window. Such tokens read whole chunks, as without a
-  // policy.
+  // Whether there is no gap between sinks and window: the token reads whole chunks, as it would
+  // without a policy.
   bool sees_all(int64_t position) const { return first_seen(position) <= shape_.policy.sinks; }
 
   AttentionShape shape_{};
@@ -160,7 +160,7 @@ class AttentionCut {
   int64_t max_pages_ = 0, max_choosing_ = 0;
   bool some_read_by_token_ = false;
   int64_t split_groups_ = 0, split_tasks_ = 0, states_floats_ = 0;
-  int64_t chosen_pieces_ = 0;  // of all choices, their counts included
+  int64_t chosen_pieces_ = 0;  // room for all choices, their counts included
 };
 
 }  // namespace bitnet::engine

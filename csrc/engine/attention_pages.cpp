@@ -24,14 +24,15 @@ int64_t PageChooser::floats(const AttentionCut& cut) {
 }
 
 PageChooser::PageChooser(const AttentionCut& cut, const KernelTable& kernels, const CachePool& pool,
-                         const void* query, float* shared, int64_t* pages_read, float* own)
+                         const void* query, float* shared, int64_t* pages_read,
+                         float* thread_memory)
     : cut_(cut),
       kernels_(kernels),
       pool_(pool),
       query_(query),
       shared_(shared),
       pages_read_(pages_read) {
-  BumpAllocator memory(reinterpret_cast<char*>(own));
+  BumpAllocator memory(reinterpret_cast<char*>(thread_memory));
   memory_ = take(cut, memory);
 }
 
@@ -47,7 +48,7 @@ void PageChooser::choose(int64_t begin, int64_t end) const {
   }
 }
 
-// The bounds of a page lie side by side for all KV heads: read for several, they are a stream.
+// A page's bounds of all KV heads lie side by side, so several heads together read one stream.
 void PageChooser::choose_together(size_t first, size_t last) const {
   const int64_t dim = cut_.shape().dim, per_block = pool_.block_size / kAttentionChunk;
   const int64_t stride = attention_padded(cut_.max_pages());
@@ -96,7 +97,7 @@ void PageChooser::choose_together(size_t first, size_t last) const {
   }
 }
 
-// scores: of the group's tokens, attention_padded(cut_.max_pages()) apart.
+// scores: a row for each token of the group, attention_padded(cut_.max_pages()) apart.
 void PageChooser::list_choice(const Group& group, float* scores, Piece* choice) const {
   const int64_t pages = (group.position + group.tokens - 1) / kAttentionChunk + 1;
   std::fill_n(memory_.tokens, pages, uint64_t{0});

@@ -17,10 +17,10 @@ class PageChooser {
   // Memory of a thread.
   static int64_t floats(const AttentionCut& cut);
 
-  // pool: of the layer; query: [tokens, heads, dim]. pages_read [sequences]: how many pages their
-  // groups read, which is added to.
+  // pool: of the layer; query: [tokens, heads, dim]. To pages_read [sequences] it adds how many
+  // pages the groups of each sequence read.
   PageChooser(const AttentionCut& cut, const KernelTable& kernels, const CachePool& pool,
-              const void* query, float* shared, int64_t* pages_read, float* own);
+              const void* query, float* shared, int64_t* pages_read, float* thread_memory);
 
   // Choices [begin, end).
   void choose(int64_t begin, int64_t end) const;

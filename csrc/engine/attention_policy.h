@@ -5,32 +5,32 @@
 
 namespace bitnet::engine {
 
-// Chunks of attention (kAttentionChunk) of which a token sees nothing are not read. What it sees
-// follows from its position p alone, whatever else a step computes. A token to which everything is
-// left gets the result of the policy that leaves nothing out, bit for bit.
+// A token does not read chunks (kAttentionChunk) of which it sees nothing. What it sees depends on
+// its position p alone, not on what else a step computes. A token that sees everything gets the
+// same bits as without a policy.
 struct AttentionPolicy {
-  int64_t window = 0;  // p - window + 1 .. p; 0: all, and then there are no sinks and no stride
-  int64_t sinks = 0;   // and the first ones, so many
+  int64_t window = 0;  // sees p - window + 1 .. p; 0: all, without sinks and stride
+  int64_t sinks = 0;   // and the first `sinks` positions
   int64_t stride = 0;  // and every chunk whose number is a multiple of it; 0: no such chunks
-  // Or chunks, here pages, that look promising, chosen for each token and KV head: a token at
-  // dense_below or behind reads its own page, those with sinks, and of the others so many of the
-  // best that they are ceil(ratio * pages) in all, one at least, lower ones first among equals. The
-  // score of a page is a bound of scale * query * key, added over the queries of the KV head. With
-  // p the softmax of scores / queries, ratio = min_ratio + (max_ratio - min_ratio) * entropy(p) /
-  // log(pages); or, with a threshold, they are the pages with p of at least threshold times the
-  // largest.
-  float min_ratio = 0, max_ratio = 0;  // 0: no such choice
-  float threshold = 0;                 // 0: not by it
+  // Or promising chunks, here called pages, are chosen for each token and KV head. A token at
+  // dense_below or behind reads its own page, the pages with sinks, and the best of the others: at
+  // least one, and ceil(ratio * pages) in all. Of equals the lower pages come first. The score of a
+  // page is a bound of scale * query * key, summed over the queries of the KV head. With p the
+  // softmax of scores / queries, ratio = min_ratio + (max_ratio - min_ratio) * entropy(p) /
+  // log(pages). With a threshold, the best are the pages whose p is at least threshold times the
+  // largest p.
+  float min_ratio = 0, max_ratio = 0;  // 0: pages are not chosen by ratio
+  float threshold = 0;                 // 0: pages are not chosen by threshold
   int64_t dense_below = 0;
 
   bool chooses() const { return max_ratio > 0 || threshold > 0; }
   bool operator==(const AttentionPolicy&) const = default;
 };
 
-// Where choosing pages begins to pay, unless a policy says it: docs/guide/attention.md.
+// The default of dense_below: from there on it pays to choose pages (docs/guide/attention.md).
 inline constexpr int64_t kDenseBelow = 2048;
 
-// The keys of a line that say it, by the names above.
+// From the keys of a line, which have the names above.
 AttentionPolicy read_policy(Keys& keys);
 
 }  // namespace bitnet::engine

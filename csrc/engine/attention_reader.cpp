@@ -23,7 +23,7 @@ PoolAccess PoolAccess::of(const CachePool& pool, const Sequences& sequences) {
     if (sequences.tokens(s) > 0) longest = std::max(longest, sequences.lengths[s]);
   }
   const bool whole_chunks = pool.block_size % kAttentionChunk == 0 || longest <= pool.block_size;
-  const bool in_place = pool.in_panels() && !pool.scaled();  // panels are, but not their scales
+  const bool in_place = pool.in_panels() && !pool.scaled();  // scales of panels are not
   access.evenly_strided = pool.keys.position_bytes == pool.values.position_bytes &&
                           (!pool.scaled() || (pool.key_scales.position_bytes == sizeof(float) &&
                                               pool.value_scales.position_bytes == sizeof(float)));
@@ -38,7 +38,8 @@ int64_t PoolAccess::floats(const CachePool& pool) const {
   return 2 * kAttentionChunk + 2 * attention_padded((bytes + 3) / 4);
 }
 
-// A chunk asks for several places, and a division takes as long as ten other instructions.
+// By shifts where possible: a chunk looks several places up, and a division takes as long as ten
+// other instructions.
 AttentionReader::Place AttentionReader::place_of(const Group& group, int64_t position) const {
   const int64_t* blocks = cut_.sequences().blocks(group.sequence);
   const int64_t block_size = pool_.block_size;
@@ -53,7 +54,7 @@ bool AttentionReader::lies_in_place(int64_t begin, int64_t positions) const {
   return access_.evenly_strided && first + positions <= block_size;
 }
 
-// A hint for prefetching: rows that have to be put together first are fetched by that copy.
+// What to prefetch. Null for rows that are copied together first: the copy fetches them.
 const void* AttentionReader::keys_in_place(const Next& next) const {
   const int64_t begin = next.piece.begin();
   if (next.group == nullptr || !lies_in_place(begin, cut_.positions_of(*next.group, next.piece))) {
@@ -63,7 +64,7 @@ const void* AttentionReader::keys_in_place(const Next& next) const {
   return pool_.keys.at(at.block, at.position, next.group->kv_head);
 }
 
-// Those behind the last position stay null, and so do those that the group sees nothing of.
+// Panels behind the last position, and panels of which the group sees nothing, stay null.
 void AttentionReader::find_panels(const Group& group, const Piece& piece, Panels& keys,
                                   Panels& values) const {
   const int64_t begin = piece.begin(), positions = cut_.positions_of(group, piece);
@@ -94,7 +95,7 @@ Int8Attention AttentionReader::int8_of(const AttentionQuery& query, const ChunkR
   return taken;
 }
 
-// The rows where they are if they follow each other at equal distances, else copies in the memory.
+// The rows in place if they lie at equal distances, else copies of them in the thread's memory.
 AttentionReader::ChunkRows AttentionReader::rows_of_piece(const Group& group,
                                                           const Piece& piece) const {
   const int64_t begin = piece.begin(), positions = cut_.positions_of(group, piece);

@@ -18,11 +18,11 @@ int64_t query_floats(const AttentionCut& cut) {
 }  // namespace
 
 AttentionRun::Memory AttentionRun::take(const AttentionCut& cut, const PoolAccess& access,
-                                        float* own) {
+                                        float* thread_memory) {
   const AttentionShape& shape = cut.shape();
   Memory memory{};
   const auto piece = [&](int64_t floats) {
-    float* at = own == nullptr ? nullptr : own + memory.floats;
+    float* at = thread_memory == nullptr ? nullptr : thread_memory + memory.floats;
     memory.floats += floats;
     return at;
   };
@@ -41,13 +41,13 @@ int64_t AttentionRun::floats(const AttentionCut& cut, const PoolAccess& access) 
 
 AttentionRun::AttentionRun(const AttentionCut& cut, const PoolAccess& access,
                            const KernelTable& kernels, const AttentionBuffers& buffers,
-                           float* shared, float* own)
+                           float* shared, float* thread_memory)
     : cut_(cut),
       shape_(cut.shape()),
       kernels_(kernels),
       buffers_(buffers),
       shared_(shared),
-      memory_(take(cut, access, own)),
+      memory_(take(cut, access, thread_memory)),
       query_(query_at(memory_.query)),
       reader_(cut, access, buffers.pool, memory_.gathered) {}
 
@@ -58,10 +58,10 @@ AttentionRun::Query AttentionRun::query_at(float* memory) const {
 
 void AttentionRun::load_query(const Group& group) const {
   const Query& query = query_;
-  float* row = memory_.row;                              // for what comes between
+  float* row = memory_.row;                              // for one row on its way
   const int64_t n = cut_.rows_per_token() * shape_.dim;  // the heads of a group lie side by side
   const int64_t dim = shape_.dim, padded = wide_padded(dim);
-  const bool rounds = shape_.pool.type == DType::kBF16;  // attend_chunk takes such numbers
+  const bool rounds = shape_.pool.type == DType::kBF16;  // as attend_chunk wants queries
   for (int64_t t = 0; t < group.tokens; ++t) {
     const int64_t first = ((group.token + t) * shape_.kv_heads + group.kv_head) * n;
     const void* from = offset_bytes(buffers_.query, first * element_size(shape_.query_type));
@@ -98,8 +98,9 @@ void AttentionRun::store_out(const Group& group, const float* states) const {
   }
 }
 
-// States of the rows that see any of the piece: [rows_before, rows_up_to), or of one that was
-// chosen by tokens those of its tokens, from the first state on.
+// Writes the states of the rows that see something of the piece: at their places, rows
+// [rows_before, rows_up_to); or, if the group reads by token, those of the piece's tokens side by
+// side.
 void AttentionRun::attend(const Group& group, const Piece& piece, const Next& next,
                           bool same_queries, float* states) const {
   const int64_t begin = piece.begin();
@@ -107,8 +108,8 @@ void AttentionRun::attend(const Group& group, const Piece& piece, const Next& ne
   int64_t first = cut_.rows_before(group, piece), count = cut_.rows_up_to(group, piece) - first;
   if (cut_.reads_by_token(group)) {
     read = rows_of_tokens(piece.tokens);
-    // Whoever stands in the page reads it: the tokens up to its end are neighbours, and behind it
-    // everything is visible. So what a row sees follows from its place.
+    // A token inside the page always reads it, so tokens up to its end are neighbours; tokens
+    // behind it see all of it. So the kernel can tell what a row sees by the row's place.
     first = std::countr_zero(piece.tokens) * cut_.rows_per_token();
     count = std::popcount(piece.tokens) * cut_.rows_per_token();
   } else if (read.rows != nullptr) {
@@ -169,8 +170,9 @@ void AttentionRun::merge_tokens(uint64_t tokens, const float* later, uint64_t& b
   begun |= tokens;
 }
 
-// The states of a piece into those of all pieces before it; of rows that see none of these, the
-// last ones, they are the first. Of pieces other than those of windows all rows see the first.
+// Merges the states of a piece into those of the pieces before it. The last rows may see none of
+// these pieces: their states are copied. That happens only if the first piece is one of windows;
+// all rows see a first piece of another kind.
 void AttentionRun::merge(const Group& group, int64_t piece, const float* later,
                          float* states) const {
   const Piece now = piece_of(group, piece);
@@ -184,7 +186,7 @@ void AttentionRun::merge(const Group& group, int64_t piece, const float* later,
 }
 
 void AttentionRun::run(int64_t begin, int64_t end) const {
-  int32_t loaded = -1;  // the group whose query that is
+  int32_t loaded = -1;  // the group whose query is loaded
   for (int64_t i = begin; i < end; ++i) {
     const AttentionCut::Task& task = cut_.task(i);
     const Group& group = cut_.group_of(task);
@@ -213,7 +215,7 @@ void AttentionRun::run_chunk(int64_t task) const {
   const auto states_of = [&](int64_t i) { return states + i * piece_floats; };
   const int64_t pieces = pieces_of(group);
   if (piece < pieces) attend(group, piece_of(group, piece), next, false, states_of(piece));
-  // acq_rel: the last one sees what the others wrote.
+  // acq_rel: the last thread sees what the others wrote.
   std::atomic_ref<int32_t> left(reinterpret_cast<int32_t*>(shared_)[group.counter]);
   if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
   left.store(static_cast<int32_t>(group.pieces), std::memory_order_relaxed);
@@ -235,7 +237,7 @@ void AttentionRun::run_group(const Group& group) const {
   const int64_t pieces = pieces_of(group);
   const bool by_token = cut_.reads_by_token(group);
   uint64_t begun = 0;
-  int64_t first = -1, end = -1;  // rows of the piece before
+  int64_t first = -1, end = -1;  // rows that the last piece had
   for (int64_t i = 0; i < pieces; ++i) {
     const Next next = i + 1 == pieces ? Next{} : Next{&group, piece_of(group, i + 1)};
     const Piece piece = piece_of(group, i);

@@ -21,7 +21,7 @@ class AttentionRun {
   static int64_t floats(const AttentionCut& cut, const PoolAccess& access);
 
   AttentionRun(const AttentionCut& cut, const PoolAccess& access, const KernelTable& kernels,
-               const AttentionBuffers& buffers, float* shared, float* own);
+               const AttentionBuffers& buffers, float* shared, float* thread_memory);
 
   // Tasks [begin, end).
   void run(int64_t begin, int64_t end) const;
@@ -32,14 +32,14 @@ class AttentionRun {
   using Next = AttentionReader::Next;
   using Query = AttentionQuery;
 
-  // The thread's memory, one piece behind the other: a group's query rows, those of some of its
-  // tokens, a row of output, a chunk's rows put together, the kernel's scratch, and the states of a
-  // group so far and of a chunk.
+  // The thread's memory, one array behind the other: the query rows of a group, those of some of
+  // its tokens, a row of output, a chunk's rows copied together, the kernel's scratch, and states:
+  // of the group so far, and of one chunk.
   struct Memory {
     float *query, *tokens, *row, *gathered, *scratch, *states;
     int64_t floats;
   };
-  static Memory take(const AttentionCut& cut, const PoolAccess& access, float* own);
+  static Memory take(const AttentionCut& cut, const PoolAccess& access, float* thread_memory);
   Query query_at(float* memory) const;
 
   void load_query(const Group& group) const;
@@ -49,11 +49,11 @@ class AttentionRun {
   void attend(const Group& group, const Piece& piece, const Next& next, bool same_queries,
               float* states) const;
   void merge(const Group& group, int64_t piece, const float* later, float* states) const;
-  // Of a group that reads by token: the tokens' rows side by side, or where they lie if they do so
-  // already.
+  // The query rows of some tokens side by side, for a group that reads by token: copied, unless the
+  // tokens are neighbours.
   Query rows_of_tokens(uint64_t tokens) const;
-  // The states of a piece, its tokens' rows side by side, into those of all rows; `begun`: tokens
-  // that have states, by bits.
+  // Merges the states of a piece, whose rows lie side by side, into those of all rows. `begun`: a
+  // bit for each token that already has a state.
   void merge_tokens(uint64_t tokens, const float* later, uint64_t& begun, float* states) const;
   int64_t pieces_of(const Group& group) const { return cut_.pieces_of(group, shared_); }
   Piece piece_of(const Group& group, int64_t i) const { return cut_.piece_of(group, i, shared_); }

@@ -10,7 +10,7 @@
 namespace bitnet::engine {
 namespace {
 
-// Of the norms of queries and keys, which are of length 1: x / sqrt(sum(x^2) + eps).
+// Queries and keys are normalised to length 1: x / sqrt(sum(x^2) + eps).
 constexpr float kLengthEps = 1e-6f;
 
 void load_channels(const KernelTable& kernels, const DeltaRows& rows, int64_t channels,
@@ -67,7 +67,7 @@ void DeltaNet::mix(const KernelTable& kernels, const Sequences& s, const StateSt
     kernels.rms_norm_row(y, scale.data(), dim, kLengthEps / static_cast<float>(dim), DType::kF32,
                          y);
   }
-  // what the next step begins with, from the last inputs before the drafts on
+  // the inputs that the next step needs: the last ones before the drafts, and the drafts'
   const int64_t first = tokens - step.drafts - before;
   for (int64_t i = 0; i < before + step.drafts; ++i) {
     float* to = inputs + i * channels;
@@ -155,12 +155,14 @@ void delta_net(const DeltaNet& net, const Sequences& s, const StateStep* steps,
                 rows.beta + t * heads);
   });
   const int64_t each = tokens / std::max(s.count, int64_t{1});
-  parallel_rows(
-      net.mix_units(s), each * shape.value_dim * 8, net.thread_floats(),
-      [&](int64_t unit, float* own) { net.mix(kernels, s, steps, states, rows, unit, own); });
-  parallel_rows(
-      net.rule_units(s), each * shape.slab_floats(), net.thread_floats(),
-      [&](int64_t unit, float* own) { net.rule(kernels, s, steps, states, rows, unit, own); });
+  parallel_rows(net.mix_units(s), each * shape.value_dim * 8, net.thread_floats(),
+                [&](int64_t unit, float* scratch) {
+                  net.mix(kernels, s, steps, states, rows, unit, scratch);
+                });
+  parallel_rows(net.rule_units(s), each * shape.slab_floats(), net.thread_floats(),
+                [&](int64_t unit, float* scratch) {
+                  net.rule(kernels, s, steps, states, rows, unit, scratch);
+                });
 }
 
 }  // namespace bitnet::engine

@@ -95,9 +95,9 @@ bool quantize_tile(const KernelTable& kernels, const Rows& w, int64_t tile, int6
   return finite;
 }
 
-// A value and its row as a number that sorts like the value, and of equals the lower row higher;
-// 0 sorts below all. No NaN. A larger float is a larger number, if the bits of negative ones are
-// inverted; -0 counts as 0.
+// A value and its row as one number, which is larger for a larger value and, of equal values, for
+// the lower row; 0 is below all of them. Floats sort like their bits if those of negative ones are
+// inverted; -0 counts as 0. Not for NaN.
 uint64_t sortable(float value, int64_t row) {
   const auto bits = std::bit_cast<uint32_t>(value + 0.0f);
   const uint64_t sorts = bits >> 31 != 0 ? ~bits : bits | uint32_t{1} << 31;
@@ -237,7 +237,8 @@ int64_t largest_rows(const KernelTable& kernels, const HeadView& head, int64_t r
       return best == 0 ? kNone : value_of(best);
     };
     float threshold = best_only ? best_so_far() : heap.front();
-    // v with its noise: a bound stays one, for the sum grows with it
+    // v with its noise. A bound of the logit becomes a bound of the sum, which grows with the
+    // logit.
     const auto add_noise = [&](const float* v, int64_t n, int64_t row, float* to) {
       kernels.add_noise_row(v, n, noise.temperature, noise.key, row, threshold, to);
     };

@@ -61,13 +61,13 @@ void prepare_head_token(const KernelTable& kernels, const HeadView& head, const 
 void head_rows(const KernelTable& kernels, const HeadView& head, int64_t row_begin, int64_t row_end,
                const HeadInput& input, int64_t tokens, float* out, int64_t out_stride);
 
-// What head_bound needs of token m besides.
+// Fills in what head_bound needs of token m in addition.
 void measure_bytes(const HeadView& head, int64_t m, const HeadInput& input);
-// Whether bounds by high bytes of so many tokens' logits are worth making.
+// Whether it can be worth bounding the logits of so many tokens by their high bytes.
 bool has_bounds(const KernelTable& kernels, const HeadView& head, int64_t tokens);
 
-// The largest logits of every token so far: only the best, of all threads, or `count` of them, of
-// one thread. Of a token with noise the one that is best with it.
+// The largest logits of every token so far: the best one of all threads, or the `count` largest of
+// one thread. For a token with noise: the logit that is best with its noise.
 struct Largest {
   int64_t count;
   const Noise* noise;           // [tokens]; null: none
@@ -75,10 +75,10 @@ struct Largest {
   float* heaps;                 // [tokens][count], else: the smallest in front
 };
 
-// Of rows [row_begin, row_end) of every token: those that can be among its largest logits are
-// computed. out as of head_rows: such a logit, or the best alone, a NaN where a logit is one, and
-// else -infinity. A row that was best so far is overwritten once a better one is found. Returns how
-// many logits were computed.
+// Computes, of rows [row_begin, row_end), the logits that can be among a token's largest. `out` is
+// as in head_rows: such a logit (or the best one alone), NaN if a logit is NaN, -infinity
+// elsewhere. A row that was best so far is overwritten once a better one is found. Returns how many
+// logits were computed.
 int64_t largest_rows(const KernelTable& kernels, const HeadView& head, int64_t row_begin,
                      int64_t row_end, const HeadInput& input, int64_t tokens,
                      const Largest& largest, float* out, int64_t out_stride);

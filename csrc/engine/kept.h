@@ -12,7 +12,7 @@ namespace bitnet::engine {
 struct KeptBuffer {
   std::string name;
   std::vector<int64_t> shape;
-  int64_t rows = -1;   // without those of drafts, of which each has one more; -1: it has none
+  int64_t rows = -1;   // of a layer; every draft adds one; -1: the buffer has no rows
   int64_t layers = 0;  // blocks that have one
 
   int64_t layer_floats(int64_t drafts) const {
@@ -37,10 +37,10 @@ struct KeptMemory {
   }
 };
 
-// What the memory of a sequence is and becomes. A slot holds what lies behind the tokens that are
-// certain; of the drafts behind them it keeps what is needed to follow any number of them. So a
-// step begins with the drafts that were right, `replays`, then takes its own tokens, the last
-// `drafts` of which may turn out wrong. A sequence at position 0 begins without a state.
+// What a step does to the memory of a sequence. A slot holds the state behind the tokens that are
+// certain, and for each draft behind them what is needed to replay it. A step first replays the
+// drafts that turned out right, `replays`, then takes its own tokens, the last `drafts` of which
+// may turn out wrong. A sequence at position 0 begins without a state.
 struct StateStep {
   int64_t slot, replays, drafts;
 };

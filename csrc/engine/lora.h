@@ -1,6 +1,6 @@
-// LoRA beside the projections of a model step: what is added to the outputs of the tokens that have
-// an adapter, y = round(y + ((x A^T) B^T) * scaling). Both products sum as the
-// dense head does, so a token's result does not depend on the tokens beside it.
+// LoRA beside the projections of a model step. Tokens with an adapter get
+// y = round(y + ((x A^T) B^T) * scaling). Both products sum as the dense head does, so a token's
+// result does not depend on the tokens beside it.
 #pragma once
 
 #include <cstdint>

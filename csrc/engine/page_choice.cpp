@@ -9,7 +9,7 @@
 namespace bitnet::engine {
 namespace {
 
-// ceil(ratio * pages); a ratio is a rounded number.
+// ceil(ratio * pages), a little less before rounding up, because a ratio is itself rounded.
 int64_t share_of(double ratio, int64_t pages) {
   return static_cast<int64_t>(std::ceil(ratio * static_cast<double>(pages) * (1 - 1e-6)));
 }
@@ -19,17 +19,17 @@ int64_t sink_pages(const AttentionPolicy& policy) {
   return policy.sinks / kAttentionChunk + (policy.sinks % kAttentionChunk != 0);
 }
 
-// Those that are read whatever their scores.
+// Pages that are read whatever their scores: those with sinks, and the token's own.
 int64_t fewest_pages(const AttentionPolicy& policy, int64_t pages) {
   return std::min(sink_pages(policy) + 1, pages);
 }
 
-// And with those at least so many by a share: one page that its score has chosen.
+// The fewest pages that a ratio leaves: one more, which its score has chosen.
 int64_t fewest_of_share(const AttentionPolicy& policy, int64_t pages) {
   return std::min(fewest_pages(policy, pages) + 1, pages);
 }
 
-// How many of `pages` are read, by finite scores.
+// How many of `pages` are read, if all scores are finite.
 int64_t count_by_weight(const KernelTable& kernels, const AttentionPolicy& policy, int64_t rows,
                         const float* scores, float top, int64_t pages, float* weights) {
   const int64_t others = pages - 1, fewest = fewest_pages(policy, pages);
@@ -39,7 +39,7 @@ int64_t count_by_weight(const KernelTable& kernels, const AttentionPolicy& polic
     return fewest + std::count_if(weights + fewest - 1, weights + others,
                                   [&](float weight) { return weight >= policy.threshold; });
   }
-  double below = 0;  // how far scores lie below the best, by weight
+  double below = 0;  // weighted sum of how far scores lie below the best
   for (int64_t page = 0; page < others; ++page)
     below += static_cast<double>(weights[page]) *
              (static_cast<double>(top) - static_cast<double>(scores[page]));
@@ -90,7 +90,7 @@ int64_t choose_pages(const KernelTable& kernels, const AttentionPolicy& policy, 
         std::min(count, count_by_weight(kernels, policy, rows, scores, top, pages, memory.weights));
   }
   std::iota(ids, ids + sinks, 0);
-  const int64_t best = count - fewest;  // by their scores
+  const int64_t best = count - fewest;  // pages that scores choose
   if (best == others - sinks) {
     std::iota(ids + sinks, ids + others, static_cast<int32_t>(sinks));
   } else if (best > 0) {

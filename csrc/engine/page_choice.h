@@ -9,7 +9,7 @@
 
 namespace bitnet::engine {
 
-// Whether the token at a position reads some pages of many.
+// Whether the token at a position chooses which pages it reads.
 bool chooses_pages(const AttentionPolicy& policy, int64_t position);
 
 // How many of `pages` a token reads at most, its own page included.
@@ -30,9 +30,9 @@ struct PageMemory {
   }
 };
 
-// Chooses of `pages`, the last of which is the token's own; scores [pages - 1], summed over `rows`
-// queries. Writes to `ids` [pages] the pages that are read, ascending; returns how many. A score
-// that is no number is the largest, so that its page is read and seen.
+// Chooses among `pages`, the last of which is the token's own; scores [pages - 1] are sums over
+// `rows` queries. Writes the chosen pages, ascending, to `ids` [pages] and returns how many there
+// are. A NaN counts as the largest score, so that its page is read and the NaN shows.
 int64_t choose_pages(const KernelTable& kernels, const AttentionPolicy& policy, int64_t rows,
                      float* scores, int64_t pages, const PageMemory& memory, int32_t* ids);
 

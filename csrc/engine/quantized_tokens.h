@@ -44,19 +44,19 @@ struct QuantizedTokens {
     if (tile == 0) return codes + m * planes() * padded_k;
     return codes + m / tile * tile * padded_k + m % tile * kTokenStep;
   }
-  // From 64 codes of a token to its next 64: a last tile that is not full has shorter steps.
+  // From 64 codes of a token to its next 64; shorter in a last tile that is not full.
   int64_t step_stride(int64_t m) const {
     if (tile == 0) return kTokenStep;
     const int64_t left = tokens - m / tile * tile;
     return kTokenStep * (left < tile ? left : tile);
   }
-  // Normalised tokens enter one at a time; different ones may do so at once.
+  // Quantises normalised token m; different tokens may be quantised at once.
   void quantize(const KernelTable& kernels, const float* x, int64_t m) const {
     if (format != ActivationFormat::kInt8) return quantize_groups(kernels, x, m);
     scales[m] = kernels.quantize_row(x, k, padded_k, token(m), step_stride(m), sums + m);
     if (groups != nullptr) sum_groups(kernels, m);
   }
-  // Likewise, kInt8 without groups: normalised on the way.
+  // Likewise for kInt8 without groups; normalises on the way.
   void quantize_normed(const KernelTable& kernels, const NormJob& job, int64_t m) const {
     scales[m] = kernels.norm_quantize_row(job, padded_k, token(m), step_stride(m), sums + m);
   }

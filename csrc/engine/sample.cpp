@@ -32,7 +32,7 @@ struct RowMemory {
   }
 };
 
-// f(row, memory) for every row.  Rows of one call may cost unlike much: they are dealt out in turn.
+// f(row, memory) for every row. Rows may differ much in cost, so threads take every n-th one.
 template <class F>
 void for_rows(int64_t rows, int64_t vocab, const F& f) {
   if (rows <= 0) return;
@@ -42,8 +42,8 @@ void for_rows(int64_t rows, int64_t vocab, const F& f) {
   thread_local Workspace workspace;  // the size of a few rows, whatever the batch
   char* const block = workspace.reserve(partitions * count.used());
   run_partitions(partitions, [&](int64_t p) {
-    BumpAllocator own(block + p * count.used());
-    const RowMemory memory = RowMemory::take(own, vocab);
+    BumpAllocator piece(block + p * count.used());
+    const RowMemory memory = RowMemory::take(piece, vocab);
     for (int64_t row = p; row < rows; row += partitions) f(row, memory);
   });
 }
@@ -84,13 +84,13 @@ const float* edited_row(const LogitRows& logits, const LogitEdits& edits, int64_
   return memory.logits;
 }
 
-// A row of which only the tokens that a draw may give are of interest.
+// The tokens of a row that a draw may give, with their probabilities.
 struct Distribution {
   Values p;            // of the tokens that top_k leaves
   double sum;          // of their exponentials, p.data
   const int32_t* ids;  // their tokens; null: all of the vocabulary
   Cut cut;             // what top_p and min_p leave
-  double kept;         // the sum of that, the same in any order; negative: not known
+  double kept;         // what the cut keeps, if its sum is exact in any order; negative: not known
 
   int64_t token(int64_t i) const { return ids == nullptr ? i : ids[i]; }
 };
@@ -113,16 +113,16 @@ void keep_largest(const float*& x, int64_t n, int64_t k, const RowMemory& memory
   x = memory.logits;
 }
 
-// Bounded, so that a difference of 0 times it is 0 and one of infinity is infinity.
+// Bounded, so that 0 times it is 0 and infinity times it is infinity.
 float inverse_of(double temperature) {
   return static_cast<float>(1.0 / std::clamp(temperature, 1e-30, 1e30));
 }
 
-// The kernel's exponentials are right within an ulp: none exceeds this.
+// A bound of the kernel's exponentials of numbers up to 0, which are right within an ulp.
 constexpr float kRoundedOne = 1.000001f;
 
-// Bounds of the blocks' exponentials, in place of their largest logits.  The kernel's exponential
-// need not be monotone.
+// Replaces each block's largest logit by a bound of its exponentials, rounded up because the
+// kernel's exponential need not be monotone.
 void bound_weights(float* bounds, int64_t n, float largest, float inv_temperature) {
   const int64_t blocks = (n + kBlock - 1) / kBlock;
   active_kernels().exp_row(bounds, blocks, largest, inv_temperature, bounds);
@@ -163,7 +163,7 @@ Distribution distribution_of(const float* x, int64_t n, float largest, const Sam
   return d;
 }
 
-// The index at which the sum passes uniform times all of it, ascending.
+// The first index up to which the kept values sum to more than `uniform` times their total.
 int64_t draw_ascending(const Distribution& d, double uniform) {
   const int64_t n = d.p.count;
   const auto block_sum = [&](int64_t begin) {
@@ -177,7 +177,7 @@ int64_t draw_ascending(const Distribution& d, double uniform) {
   }
   double before = 0.0;
   const double point = uniform * all;
-  int64_t last = 0;  // of a positive probability
+  int64_t last = 0;  // the last one with a positive probability
   for (int64_t begin = 0; begin < n; begin += kBlock) {
     const double after = before + block_sum(begin);
     const int64_t end = std::min(begin + kBlock, n);
@@ -193,10 +193,10 @@ int64_t draw_ascending(const Distribution& d, double uniform) {
       if (before > point) return i;
     }
   }
-  return last;  // rounding: the sum of the blocks is larger than that of their elements
+  return last;  // by rounding, a block's sum may exceed the sum of its elements
 }
 
-// Of what is kept and has a positive probability the last, descending.
+// The index of the smallest value that is kept and positive.
 int64_t min_kept(const Distribution& d) {
   Cut last = {kInfinity, -1};
   for (int64_t i = 0; i < d.p.count; ++i) {
@@ -210,7 +210,7 @@ int64_t draw_descending(const Distribution& d, double uniform, const SelectionMe
   const double all = kept_sum(d.p, d.cut, 0, d.p.count);
   const double point = std::nextafter(uniform * all, 2.0);  // passed, not only reached
   const Cut at = cut_at_sum(d.p, point, memory);
-  // Rounding: summed in another order, what is kept may fall short of the point.
+  // By rounding, the kept values summed in another order may not reach the point.
   return at.value > 0.0f && d.cut.keeps(at.value, at.index) ? at.index : min_kept(d);
 }
 

@@ -1,10 +1,10 @@
 // Selection by brackets; see selection.h.
 //
-// A few values of a list, sorted, tell two between which the cut probably lies. One pass measures
-// what is above both and copies what is between: the next list, much shorter. (Floyd and Rivest's
-// SELECT, by sums as well as by counts.) A bracket that does not hold the cut costs time alone: the
-// pass has told on which side of it the cut is. All of this is passes that compare and sum whole
-// vectors; a value that many share needs only be counted.
+// A sorted sample of a list gives two values between which the cut probably lies: a bracket. One
+// pass measures what lies above the bracket and copies what lies in it, which is the next list and
+// much shorter (Floyd and Rivest's SELECT, by sums as well as by counts). If the bracket does not
+// hold the cut, that costs only time, since the pass shows on which side of it the cut is. Passes
+// compare and sum whole vectors; equal values only have to be counted.
 #include "engine/selection.h"
 
 #include <algorithm>
@@ -18,15 +18,15 @@ namespace bitnet::engine {
 namespace {
 
 constexpr int64_t kBlock = kSelectionBlock;
-constexpr int64_t kSorted = 128;     // so few are sorted
-constexpr int64_t kSample = 256;     // values that a bracket comes from, at most
-constexpr double kDeviations = 2.5;  // of room on each side of what they estimate
-// In longer rows, values that are much by themselves are few, and often enough.
+constexpr int64_t kSorted = 128;     // lists of up to so many values are sorted
+constexpr int64_t kSample = 256;     // the largest sample for a bracket
+constexpr double kDeviations = 2.5;  // standard deviations on each side of its estimate
+// In rows longer than kLong, values from kLarge on are few and often reach the target alone.
 constexpr int64_t kLong = 8192;
 constexpr float kLarge = 0x1p-14f;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// What has to reach the target.
+// What reaches the target: a number of values, or their sum.
 enum class Measure { kCount, kSum };
 
 double measure_of(Measure measure, float value) {
@@ -36,7 +36,7 @@ double measure_of(Measure measure, float value) {
 float next_below(float value) { return std::nextafter(value, -kInfinity); }
 float next_above(float value) { return std::nextafter(value, kInfinity); }
 
-// f(begin, n) for the blocks of v that may hold something from `low` on, until it returns false.
+// f(begin, n) for each block of v that may hold a value >= low, until it returns false.
 template <class F>
 void for_blocks(const Values& v, float low, const F& f) {
   for (int64_t begin = 0; begin < v.count; begin += kBlock) {
@@ -57,7 +57,7 @@ struct Parts {
   double between;  // their measure
 };
 
-// Copies what the bracket holds of v, in its order.
+// Copies the values of v that lie in the bracket, in their order.
 Parts split(const Values& v, Measure measure, const Bracket& bracket, float* to) {
   const bool sums = measure == Measure::kSum;
   Parts parts = {};
@@ -80,8 +80,8 @@ Parts split(const Values& v, Measure measure, const Bracket& bracket, float* to)
   return parts;
 }
 
-// Two values of v within the bounds between which the cut probably lies: `share` of the measure
-// within the bounds is above it. Or one value near it, twice.
+// Two values of v, within the bounds, between which the cut probably lies: `share` of what lies
+// within the bounds is above the cut. Or, with `single`, one value near it, twice.
 Bracket guess(const Values& v, Measure measure, const Bracket& bounds, double share, bool single) {
   float sample[kSample];
   double sums[kSample], sum = 0.0, variance = 0.0;
@@ -116,8 +116,8 @@ struct Level {
   double kept;
 };
 
-// How many of n equals reach the target, n if they do not: floats have 24 bits, so that a multiple
-// of one is exact.
+// How many of n equal values reach the target; n if they do not. Floats have 24 bits, so their
+// multiples are exact in float64.
 int64_t equals_until(double before, double each, int64_t n, double target) {
   if (!(each > 0)) return n;
   const double needed = std::ceil((target - before) / each);
@@ -128,7 +128,7 @@ int64_t equals_until(double before, double each, int64_t n, double target) {
   return i;
 }
 
-// Of at most kSorted values, of which there is one.
+// The level of a list of 1 to kSorted values.
 Level level_of_few(const Values& v, Measure measure, double target, double before) {
   float sorted[kSorted];
   for (int64_t i = 0; i < v.count; ++i) sorted[i] = v.at(i);
@@ -141,8 +141,8 @@ Level level_of_few(const Values& v, Measure measure, double target, double befor
   return level;
 }
 
-// The smallest value above a bound, with all of its equals; `above` is their measure and that of
-// more.
+// The smallest value above a bound, with all of its equals. `above`: the measure of these and of
+// all larger values.
 Level min_above(const Values& v, float bound, double above) {
   Level level = {kInfinity, 0, above};
   for (int64_t i = 0; i < v.count; ++i) {
@@ -158,7 +158,7 @@ Level level_at(const Values& row, Measure measure, double target, const Selectio
   Values list = row;
   Bracket bounds = {-kInfinity, kInfinity};  // of the cut, within the list
   double before = 0.0, above = 0.0;          // the measure above the list, and above the bounds
-  // The measure within the bounds, about.
+  // About the measure within the bounds.
   double inside = measure == Measure::kCount ? static_cast<double>(row.count) : 1.0;
   bool single = false;
   for (int64_t round = 0; list.count > kSorted; ++round) {
@@ -189,10 +189,10 @@ Level level_at(const Values& row, Measure measure, double target, const Selectio
       before = above = parts.above;
       inside = parts.between;
     }
-    // After a guess that gained little, one value in turn: every list becomes shorter then.
+    // After a bracket that gained little a single value is tried, which always shortens the list.
     single = !single && !halved && !large_first;
   }
-  // Rounded sums may disagree about where the target is reached by one value.
+  // Rounded sums may differ by one value in where the target is reached: the list may be empty.
   if (list.count == 0) return min_above(row, bounds.high, above);
   return level_of_few(list, measure, target, before);
 }
@@ -224,9 +224,8 @@ Cut cut_at_sum(const Values& values, double target, const SelectionMemory& memor
 }
 
 bool sums_exactly(int64_t count, double target) {
-  // Values below `threshold` sum to less than what the target leaves over: none of them is kept.
-  // Those from 2^-29 on are multiples of 2^-52, and so is every sum of them; sums below 2 are
-  // exact.
+  // All values below `threshold` together are less than 1 - target, so none of them is kept. Floats
+  // from 2^-29 on are multiples of 2^-52, and sums of such floats below 2 are exact in float64.
   const double threshold = (1.0 - 1e-6 - target) / static_cast<double>(count);
   return threshold >= 0x1p-29;
 }

@@ -1,5 +1,5 @@
-// Finds, without sorting a row, the cut above which the largest values reach a target: a count
-// (top-k), a sum (top-p), or the point of a draw.
+// Finds the cut of a row whose largest values, down to the cut, reach a target: a count (top-k), a
+// sum (top-p), or the point of a draw. The row is not sorted.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace bitnet::engine {
 
-// Rows are processed in blocks of so many elements.
+// Elements of a block; rows are processed block by block.
 constexpr int64_t kSelectionBlock = 1024;
 
 // Element i is data[i] * scale, rounded to float32. No NaN; 1 <= count < 2^31.
@@ -48,7 +48,8 @@ struct SelectionMemory {
 Cut cut_at_count(const Values& values, int64_t count, const SelectionMemory& memory);
 // The cut at the first element with which the sum reaches `target`, or at the last element. Values
 // are at least 0 and sum to about 1. Sums are float64, in an order that depends on the values
-// alone. `kept`, if not null, gets what the cut keeps, equal to kept_sum where sums_exactly holds.
+// alone. `kept`, if not null, gets the sum that the cut keeps, which equals kept_sum if
+// sums_exactly.
 Cut cut_at_sum(const Values& values, double target, const SelectionMemory& memory,
                double* kept = nullptr);
 

@@ -12,7 +12,7 @@
 namespace bitnet::engine {
 namespace {
 
-constexpr int kMaxCode = 128;  // of magnitudes
+constexpr int kMaxCode = 128;  // largest magnitude
 constexpr int64_t kPanelRows = layout::kColumnRows;
 
 // In (0, 1].
@@ -34,7 +34,7 @@ void for_codes(const QuantizedTokens& x, int64_t m, const F& f) {
 }
 
 Histogram magnitudes(const QuantizedTokens& x, int64_t m) {
-  // four at once: equal neighbours would wait for each other
+  // four histograms: counting equal neighbours in one would wait for each other
   std::array<Histogram, 4> parts{};
   for_codes(x, m, [&](const int8_t* codes, int64_t n) {
     for (int64_t i = 0; i < n; ++i)
@@ -58,7 +58,8 @@ double spread(const Histogram& counts, int64_t k) {
   return std::clamp(entropy / std::log(static_cast<double>(k)), 0.0, 1.0);
 }
 
-// The lowest cut above 0 that leaves at most `max` codes, or the largest ones.
+// The lowest cut above 0 that leaves at most `max` codes, or that leaves only the largest
+// magnitude.
 int cut_that_leaves(const Histogram& counts, int64_t max) {
   int64_t left = 0;
   int cut = kMaxCode + 1;
@@ -119,14 +120,14 @@ ActivationSparsity read_sparsity(Keys& keys) {
 
 namespace {
 
-// What one token needs to be multiplied by a matrix of k columns, of which some are not 0.
+// A made-up token of k codes, some of which are not 0, to be multiplied by a matrix.
 struct Trial {
   explicit Trial(int64_t k) : codes(static_cast<size_t>(layout::padded_k(k))) {
     at.resize(static_cast<size_t>(k + CodeList::kRoom));
     listed.resize(at.size());
   }
 
-  // Every `apart`-th code or so is not 0, at places without a pattern.
+  // About `share` of the codes are not 0, at places without a pattern.
   void fill(const KernelTable& kernels, int64_t k, double share) {
     uint32_t state = 1;
     for (int64_t i = 0; i < k; ++i) {
@@ -181,8 +182,8 @@ double tiles_ns(const KernelTable& kernels, const Linear& linear, const Trial& t
 }  // namespace
 
 void tune_columns(const KernelTable& kernels, const std::vector<Linear*>& linears) {
-  // Shares of codes that are not 0; a straight line through them is the time of columns. Above
-  // kMaxShare the line bends the wrong way: a hardware prefetcher no longer fails.
+  // Two shares of codes that are not 0; a straight line through both gives the time of columns. Not
+  // above kMaxShare, where hardware prefetchers begin to help and the line no longer holds.
   constexpr double kFew = 0.08, kMany = 0.3, kMaxShare = 0.45;
   constexpr size_t kRounds = 24;
   std::vector<Linear*> with;
@@ -196,8 +197,8 @@ void tune_columns(const KernelTable& kernels, const std::vector<Linear*>& linear
   many.fill(kernels, k, kMany);
   std::vector<double> dense_ns, few_ns, many_ns;
   std::vector<int32_t> sums;
-  // matrices take turns, so that they come from memory as in a step; those of other sizes take no
-  // part, for blocks of one program are alike
+  // Matrices take turns, so that they come from memory as in a step. Those of another size are left
+  // out: the blocks of one program are alike.
   size_t next = 0;
   const auto turn = [&]() -> const Linear& {
     while (with[next++ % with.size()]->k != k) {

@@ -19,8 +19,8 @@
 
 namespace bitnet {
 
-// How far ahead of their stream the heads ask for weights, and for which cache: into_l2 where loads
-// into L1 are too few at once to keep the memory busy.  Depends on the CPU; never changes results.
+// How far ahead heads prefetch their weights, and into which cache: into_l2 on CPUs that allow too
+// few loads into L1 at once to keep the memory busy. Never changes results.
 struct Prefetch {
   // Bytes, of one token and of several, which do more work for every line; 0: the line itself.
   int64_t one, several = 0;
@@ -239,11 +239,10 @@ struct KernelTable {
   // y = up / (1 + e^-gate)
   void (*sigmoid_mul_row)(const float* gate, const float* up, int64_t n,
                           float* y);  // y may be gate
-  // Of every `block` elements, H the Walsh-Hadamard matrix in Sylvester's order: y = H (signs * x)
-  // / sqrt(block), or with signs_last y = signs * (H x / sqrt(block)). Stages of distances 1, 2, 4,
-  // 8,
-  // ..., the factor behind the last. block: a power of two, at least 16, that divides n. y may be
-  // x.
+  // For every `block` elements, with H the Walsh-Hadamard matrix in Sylvester's order: y =
+  // H (signs * x) / sqrt(block), or with signs_last y = signs * (H x / sqrt(block)). Stages have
+  // distances 1, 2, 4, 8 and so on, and the factor comes last. block: a power of two, at least 16,
+  // that divides n. y may be x.
   void (*hadamard_row)(const float* x, const float* signs, int64_t n, int64_t block,
                        bool signs_last, float* y);
   // Half-split rotation of one head: x [dim], cos_sin [dim] (cos, then sin); dim even.  y may not
@@ -330,9 +329,9 @@ struct KernelTable {
   void (*head_int8)(const int8_t* weight, const float* scale, int64_t k, int64_t row_begin,
                     int64_t row_end, const HeadToken* x, int64_t tokens, Prefetch ahead, float* out,
                     int64_t out_stride);
-  // A bound of the same by the high bytes of several tokens, the lower ones' length, and the
-  // rows': out is at least what head_int8 gives, and a NaN where that may be one. From
-  // `head_bound_tokens` tokens on it takes about half as long as head_int8.
+  // An upper bound of the same by the high bytes of several tokens, the length of their low bytes
+  // and the rows' lengths: out is at least what head_int8 gives, and NaN where that may be NaN.
+  // From `head_bound_tokens` tokens on it takes about half as long as head_int8.
   void (*head_bound)(const int8_t* weight, const float* scale, int64_t k, int64_t row_begin,
                      int64_t row_end, const HeadToken* x, int64_t tokens, float* out,
                      int64_t out_stride);

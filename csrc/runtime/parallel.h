@@ -74,9 +74,9 @@ void parallel_rows(int64_t rows, int64_t elements, int64_t count, const F& f) {
   const int64_t partitions = partitions_for(rows, rows * elements, kMinElements);
   Scratch<T> scratch(partitions * count);
   run_partitions(partitions, [&](int64_t p) {
-    T* own = scratch.get() + p * count;
+    T* memory = scratch.get() + p * count;
     const int64_t end = partition_begin(rows, partitions, p + 1);
-    for (int64_t row = partition_begin(rows, partitions, p); row < end; ++row) f(row, own);
+    for (int64_t row = partition_begin(rows, partitions, p); row < end; ++row) f(row, memory);
   });
 }
 

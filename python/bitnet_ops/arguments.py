@@ -12,22 +12,22 @@ from numbers import Real
 from pathlib import Path
 from typing import TypeGuard
 
-MOST_MB = 2**26  # MiB that may be asked for: 64 TiB, half of what a process can address
+MAX_MB = 2**26  # MiB that may be asked for: 64 TiB, half of what a process can address
 
 
-def shown(value: object, most: int = 60) -> str:
+def shown(value: object, maximum: int = 60) -> str:
     """`repr(value)`, with its end cut off where it is long."""
     text = repr(value)
-    return text if len(text) <= most else text[: most - 3] + "..."
+    return text if len(text) <= maximum else text[: maximum - 3] + "..."
 
 
-def check_integer(what: str, value: object, least: int, most: int | None = None) -> None:
+def check_integer(what: str, value: object, minimum: int, maximum: int | None = None) -> None:
     """Raise ValueError unless `value` is an integer of these bounds."""
     if isinstance(value, int) and not isinstance(value, bool):
-        if least <= value and (most is None or value <= most):
+        if minimum <= value and (maximum is None or value <= maximum):
             return
-    bounds = f"from {least} to {most}" if most is not None else f"at least {least}"
-    if most is None and least == 1:
+    bounds = f"from {minimum} to {maximum}" if maximum is not None else f"at least {minimum}"
+    if maximum is None and minimum == 1:
         bounds = "above 0"
     raise ValueError(f"{what} an integer {bounds}, got {shown(value)}")
 
@@ -42,10 +42,10 @@ def is_number(value: object) -> TypeGuard[float]:
 
 def check_megabytes(what: str, value: object, zero: bool = False) -> None:
     """Raise ValueError unless `value` is a number of MiB; `zero`: which may be 0."""
-    if is_number(value) and 0 <= value <= MOST_MB and (zero or value):
+    if is_number(value) and 0 <= value <= MAX_MB and (zero or value):
         return
-    least = "at least 0" if zero else "above 0"
-    raise ValueError(f"{what} {least} and at most {MOST_MB}, got {shown(value)}")
+    minimum = "at least 0" if zero else "above 0"
+    raise ValueError(f"{what} {minimum} and at most {MAX_MB}, got {shown(value)}")
 
 
 def check_flag(what: str, value: object) -> None:

@@ -183,15 +183,15 @@ def _convert(source: Path, target: Path) -> None:
     if target.exists():
         _warn(target, "some of its files")
         shutil.rmtree(target)
-    told = f"converting {source} (once; kept in {target.parent})"
-    _log.info(told)
+    line = f"converting {source} (once; kept in {target.parent})"
+    _log.info(line)
     on_terminal = sys.stderr is not None and sys.stderr.isatty()
     if on_terminal:
-        print(printable(told), file=sys.stderr)  # noqa: T201 (cli/terminal.py is above)
+        print(printable(line), file=sys.stderr)  # noqa: T201 (cli/terminal.py is above)
     making = Path(tempfile.mkdtemp(prefix=f".{target.name}.making-", dir=target.parent))
     try:
         made = making / "model"
-        with progress_bar(told) as progress:
+        with progress_bar(line) as progress:
             convert(source, made, progress=progress)
         if _name(source) != target.name:
             raise LoadError(

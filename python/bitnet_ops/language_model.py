@@ -668,8 +668,8 @@ class Conversation:
         context = self._lm.config.max_position_embeddings
         room = min(self._request.limits.max_new_tokens, context // 4)
         ids, tokens = self._encoded(messages)
-        most = context - room if tokens <= context - room else context // 2
-        while tokens > most and (fewer := without_oldest_turn(messages)) is not None:
+        maximum = context - room if tokens <= context - room else context // 2
+        while tokens > maximum and (fewer := without_oldest_turn(messages)) is not None:
             messages, (ids, tokens) = fewer, self._encoded(fewer)
         return messages, ids
 

@@ -239,9 +239,9 @@ def cache_budget(root: Path = _ROOT) -> int:
     """
     memory = memory_bytes(root)
     bounds = [memory["total"], memory["limit"]]
-    least = min((value for value in bounds if value is not None), default=_UNKNOWN_BYTES)
-    available = least if memory["available"] is None else memory["available"]
-    return min(least // 4, available // 2)
+    minimum = min((value for value in bounds if value is not None), default=_UNKNOWN_BYTES)
+    available = minimum if memory["available"] is None else memory["available"]
+    return min(minimum // 4, available // 2)
 
 
 def transparent_huge_pages(root: Path = _ROOT) -> str | None:

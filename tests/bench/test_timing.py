@@ -283,8 +283,8 @@ def test_the_peak_is_that_of_the_widest_unit_and_of_every_thread() -> None:
             assert probe(1) == 3 * one
         peak = limits.PeakLimit()
         assert torch.get_num_threads() == 3
-        least = peak.run()[1]  # as long as the work beside it, within bounds
-        assert peak.run(1)[1] == least > 0 and peak.run(10**18)[1] == 100 * least
+        minimum = peak.run()[1]  # as long as the work beside it, within bounds
+        assert peak.run(1)[1] == minimum > 0 and peak.run(10**18)[1] == 100 * minimum
     finally:
         _runtime.force_isa(before)
         torch.set_num_threads(threads)

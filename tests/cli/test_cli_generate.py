@@ -126,9 +126,9 @@ def test_aliases_do_what_they_stand_for(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_more_threads_than_cpus_are_remarked(capsys: pytest.CaptureFixture[str]) -> None:
-    most = machine.cpus_available()
-    assert main(["generate", PROMPT, "-n", "1", "-t", str(most + 1)]) == 0
-    assert f"note: {most + 1} threads on {most} CPUs" in capsys.readouterr().err
+    maximum = machine.cpus_available()
+    assert main(["generate", PROMPT, "-n", "1", "-t", str(maximum + 1)]) == 0
+    assert f"note: {maximum + 1} threads on {maximum} CPUs" in capsys.readouterr().err
 
 
 def test_model_and_prompt_exchanged(model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -174,8 +174,8 @@ def test_memory_and_its_limits(
     root = write(tmp_path, {"proc/meminfo": meminfo, "proc/self/cgroup": f"{group}\n", **named})
     expected = {"total": 2 << 20, "available": available, "limit": limit}
     assert machine.memory_bytes(root) == expected
-    least = min(2 << 20, limit or 2 << 20)
-    assert machine.cache_budget(root) == min(least // 4, available // 2)
+    minimum = min(2 << 20, limit or 2 << 20)
+    assert machine.cache_budget(root) == min(minimum // 4, available // 2)
 
 
 @pytest.mark.parametrize("name", ["RLIMIT_AS", "RLIMIT_DATA"])

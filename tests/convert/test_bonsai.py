@@ -123,8 +123,8 @@ def test_embedding_and_head_stay_ternary(models: Any, tied: bool, form: str) -> 
             x = torch.randn(3, k, generator=torch.Generator().manual_seed(1))
             exact = x.double() @ torch.from_numpy(matrix.merged.astype(np.float64)).T
             # half a unit of 16 bits a feature, and float32 roundings of a few groups
-            most = x.abs().max() / 32512 * (0.5 + 32512 * 2.0**-22)
-            bound = float(most) * np.abs(matrix.merged.astype(np.float64)).sum(axis=1)
+            maximum = x.abs().max() / 32512 * (0.5 + 32512 * 2.0**-22)
+            bound = float(maximum) * np.abs(matrix.merged.astype(np.float64)).sum(axis=1)
             assert bool(((head(x).double() - exact).abs() <= torch.from_numpy(bound)).all())
     assert len(names) == 2 - tied
     assert any("ternary" in r and "codes and scales" in r for r in report.remarks), report.remarks

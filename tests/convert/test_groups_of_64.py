@@ -165,8 +165,8 @@ def test_embedding_and_head_are_exact_to_16_bits(model_folder: Path) -> None:
         assert np.array_equal(rows.numpy(), values.astype(np.float32))
         x = torch.randn(3, values.shape[1], generator=torch.Generator().manual_seed(1))
         weights = torch.from_numpy(values.astype(np.float64))
-        most = x.abs().max() / 32512 * (0.5 + 32512 * 2.0**-22)
-        bound = float(most) * weights.abs().sum(dim=1)
+        maximum = x.abs().max() / 32512 * (0.5 + 32512 * 2.0**-22)
+        bound = float(maximum) * weights.abs().sum(dim=1)
         assert bool(((head(x).double() - x.double() @ weights.T).abs() <= bound).all())
 
 

@@ -559,7 +559,8 @@ def test_what_is_not_listed_is_plain(tmp_path: Path) -> None:
     assert rotation is not None and rotation.plain == {
         "model.embed_tokens", "lm_head", "model.layers.1.linear_attn.in_proj_qkv"
     }  # fmt: skip
-    assert not rotation.turns("lm_head", 256) and rotation.turns("model.layers.1.mlp.up_proj", 256)
+    assert not rotation.rotates("lm_head", 256)
+    assert rotation.rotates("model.layers.1.mlp.up_proj", 256)
 
 
 def test_signs_of_identity_and_layers_by_flags(tmp_path: Path) -> None:

@@ -137,13 +137,15 @@ def test_strings_take_the_memory_of_the_file(tmp_path: Path, text: bytes) -> Non
     tracemalloc.start()
     try:
         with Reader(path) as reader:
-            held, most = tracemalloc.get_traced_memory()
+            held, maximum = tracemalloc.get_traced_memory()
             assert reader.metadata["tokenizer.ggml.tokens"][count - 1] == text.decode()
             size = reader.size
     finally:
         tracemalloc.stop()
     constant = 1 << 20
-    assert held < size + constant and most < 2 * size + (8 << 20)  # a piece of the file at a time
+    assert held < size + constant and maximum < 2 * size + (
+        8 << 20
+    )  # a piece of the file at a time
 
 
 def test_a_string_array_is_a_list_of_strings(tmp_path: Path) -> None:

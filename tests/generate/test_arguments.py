@@ -116,17 +116,17 @@ def alone(engine: Engine) -> None:
 # What each takes: by its name, and by its call's where names mean several things -----------------
 
 
-def integer(least: int, most: float = INF) -> Callable[[Any], bool]:
-    return lambda v: type(v) is int and least <= v <= most
+def integer(minimum: int, maximum: float = INF) -> Callable[[Any], bool]:
+    return lambda v: type(v) is int and minimum <= v <= maximum
 
 
-def number(least: float, most: float = 1.7976931348623157e308) -> Callable[[Any], bool]:
-    return lambda v: type(v) in (int, float) and least <= v <= most
+def number(minimum: float, maximum: float = 1.7976931348623157e308) -> Callable[[Any], bool]:
+    return lambda v: type(v) in (int, float) and minimum <= v <= maximum
 
 
-def real(least: float, most: float) -> Callable[[Any], bool]:
+def real(minimum: float, maximum: float) -> Callable[[Any], bool]:
     """Numbers of NumPy too."""
-    return lambda v: number(least, most)(v.item() if isinstance(v, np.number) else v)
+    return lambda v: number(minimum, maximum)(v.item() if isinstance(v, np.number) else v)
 
 
 def among(*values: Any) -> Callable[[Any], bool]:

@@ -395,12 +395,12 @@ def test_many_prompts_one_after_the_other_keep_a_bounded_prefix_cache() -> None:
         ({"kv_cache_mb": 30 * block, "prefix_cache_mb": 7 * block}, 7),
         ({}, max(longest, int(256 / block))),
     ]
-    for options, most in cases:
+    for options, maximum in cases:
         engine = Engine(Counting(LONG), **options)
         for number in range(40):
             engine.generate([[number, 1] * 40], limits=Limits(1))  # of two blocks
-            assert engine.stats().cached_blocks <= most
-        assert engine.stats().cached_blocks == min(most, 80), "as much as it may"
+            assert engine.stats().cached_blocks <= maximum
+        assert engine.stats().cached_blocks == min(maximum, 80), "as much as it may"
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ from bitnet_ops.generate.engine import Engine
 from bitnet_ops.generate.request import Limits
 from bitnet_ops.generate.sampling import SamplingParams
 from bitnet_ops.generate.scheduler import SchedulerOptions
-from bitnet_ops.generate.speculation import MOST_DRAFTS
+from bitnet_ops.generate.speculation import MAX_DRAFTS
 from bitnet_ops.models import Decoder
 from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.kv_config import CacheCapacityError, kept_of
-from bitnet_ops.nn.state_pool import MOST_KEPT_DRAFTS, slot_bytes
+from bitnet_ops.nn.state_pool import MAX_KEPT_DRAFTS, slot_bytes
 from engine_schedules import Form, alone, run_schedule
 from hybrid_models import hybrid
 
@@ -46,7 +46,7 @@ def test_schedules(
 
 
 def test_drafts_fit_what_a_slot_keeps() -> None:
-    assert MOST_DRAFTS <= MOST_KEPT_DRAFTS
+    assert MAX_DRAFTS <= MAX_KEPT_DRAFTS
 
 
 # Checkpoints --------------------------------------------------------------------------------------

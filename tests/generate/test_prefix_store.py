@@ -536,7 +536,7 @@ def test_a_pool_with_little_room_takes_what_fits(tmp_path: Path) -> None:
     expected, _ = run(model, tmp_path / "p", PROMPT)
     for blocks in range(8, 12):
         engine = Engine(model, block_size=16, prefix_dir=tmp_path / "p", kv_cache_mb=1)
-        engine._plan.sizes = engine._plan.sizes._replace(blocks=blocks, most_cached=blocks - 5)
+        engine._plan.sizes = engine._plan.sizes._replace(blocks=blocks, max_cached=blocks - 5)
         found = _run_all(engine, [PROMPT, PROMPT[:60]], None)
         assert found[0] == expected and engine.stats().disk_tokens > 0
         engine.close()

@@ -138,7 +138,7 @@ def test_what_cannot_fit_fails_alone() -> None:
 
 
 def test_drafts_take_what_the_decode_tokens_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "propose", lambda ids, most: [2, 2, 2, 2][:most])
+    monkeypatch.setattr(scheduler, "propose", lambda ids, maximum: [2, 2, 2, 2][:maximum])
     driver = Driver(token_budget=10, max_sequences=4)
     for _ in range(3):
         driver.comes(2, max_drafts=5)
@@ -150,7 +150,7 @@ def test_drafts_take_what_the_decode_tokens_leave(monkeypatch: pytest.MonkeyPatc
 
 
 def test_drafts_preempt_nobody_and_their_blocks_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "propose", lambda ids, most: [2] * min(5, most))
+    monkeypatch.setattr(scheduler, "propose", lambda ids, maximum: [2] * min(5, maximum))
     driver = Driver(blocks=6, block_size=4, watermark=0.0)
     driver.comes(3, max_drafts=5)
     driver.comes(3, max_drafts=5)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bitnet_ops.generate.engine import Finished, Limits, NewToken, SamplingParams
-from bitnet_ops.generate.speculation import MOST_DRAFTS, Acceptance, StepCosts, propose
+from bitnet_ops.generate.speculation import MAX_DRAFTS, Acceptance, StepCosts, propose
 from bitnet_ops.models.step_batch import StepBatch
 from paged_fake import VOCAB, FakeEngine, FakeModel
 
@@ -63,9 +63,7 @@ class Text:
 
 def best(cost: Cost, rate: float) -> tuple[float, int]:
     """Seconds for each token with the best fixed number of drafts, and that number."""
-    return min(
-        (cost(1 + k) / sum(rate**i for i in range(k + 1)), k) for k in range(MOST_DRAFTS + 1)
-    )
+    return min((cost(1 + k) / sum(rate**i for i in range(k + 1)), k) for k in range(MAX_DRAFTS + 1))
 
 
 @pytest.mark.parametrize("cost", MACHINES)
@@ -236,12 +234,12 @@ def test_a_stop_id_among_right_drafts_ends_the_text() -> None:
 # Drafts, against a search written plainly ---------------------------------------------------------
 
 
-def plainly(ids: Sequence[int], most: int, max_ngram: int, min_ngram: int) -> list[int]:
+def plainly(ids: Sequence[int], maximum: int, max_ngram: int, min_ngram: int) -> list[int]:
     ids = list(ids)
     for n in range(max_ngram, min_ngram - 1, -1):
         for at in range(len(ids) - n - 1, -1, -1):
             if n < len(ids) and ids[at : at + n] == ids[-n:]:
-                return ids[at + n : at + n + most]
+                return ids[at + n : at + n + maximum]
     return []
 
 
@@ -254,11 +252,11 @@ IDS = st.sampled_from([0, 1, 256, 257, 65536, 1 << 24, (1 << 31) - 1, 7])
     st.lists(IDS, max_size=24), st.integers(0, 6), st.integers(1, 4), st.integers(1, 3)
 )
 def test_the_longest_latest_repetition_is_continued(
-    ids: list[int], most: int, max_ngram: int, min_ngram: int
+    ids: list[int], maximum: int, max_ngram: int, min_ngram: int
 ) -> None:
-    want = plainly(ids, most, max_ngram, min_ngram) if most else []
-    assert propose(ids, most, max_ngram, min_ngram) == want
-    assert propose(array("q", ids), most, max_ngram, min_ngram) == want
+    want = plainly(ids, maximum, max_ngram, min_ngram) if maximum else []
+    assert propose(ids, maximum, max_ngram, min_ngram) == want
+    assert propose(array("q", ids), maximum, max_ngram, min_ngram) == want
 
 
 @pytest.mark.parametrize(

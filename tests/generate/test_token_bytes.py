@@ -130,11 +130,11 @@ def test_where_nothing_bounds_a_token_texts_of_people_still_fit(text: str) -> No
 
 def test_a_letter_is_made_of_as_many_bytes_as_the_bound_says() -> None:
     """All letters of Unicode, whole and taken apart, and syllables of Hangul."""
-    for form, most in (("NFC", 3), ("NFD", 3), ("NFKC", 4), ("NFKD", 4), ("lower", 3)):
+    for form, maximum in (("NFC", 3), ("NFD", 3), ("NFKC", 4), ("NFKD", 4), ("lower", 3)):
         for c in map(chr, (*range(0xD800), *range(0xE000, 0x110000))):
             for given in {c, unicodedata.normalize("NFD", c), unicodedata.normalize("NFKD", c)}:
                 made = given.lower() if form == "lower" else unicodedata.normalize(form, given)
-                assert len(given.encode()) <= most * len(made.encode()), (form, given)
+                assert len(given.encode()) <= maximum * len(made.encode()), (form, given)
 
 
 @pytest.mark.parametrize("make", [lambda: DEMO_TOKENIZER, composed, collapsing, llama_like])

@@ -15,7 +15,7 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 OVERFLOW = {E4M3: 464.0, E5M2: 61440.0}
 # What an infinity becomes: E4M3FN has none.
 INFINITE = {E4M3: 448.0}
-BF16_LEAST = 2.0**-55  # what is smaller becomes 0 in a bfloat16 cache
+BF16_MIN = 2.0**-55  # what is smaller becomes 0 in a bfloat16 cache
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -24,7 +24,7 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     There torch's cast makes an infinity (E5M2) or, up to 2.12, NaN (E4M3, of an infinity too).
     """
     if dtype == torch.bfloat16:
-        x = torch.where(x.float().abs() < BF16_LEAST, torch.zeros_like(x), x)
+        x = torch.where(x.float().abs() < BF16_MIN, torch.zeros_like(x), x)
     cast = x.to(dtype)
     if dtype not in LARGEST:
         return cast

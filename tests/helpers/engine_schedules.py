@@ -22,7 +22,7 @@ from bitnet_ops.generate.prompt import PromptRows, split_prompt
 from bitnet_ops.generate.request import Failed, Limits, NewToken
 from bitnet_ops.generate.sampling import SamplingParams
 from bitnet_ops.generate.scheduler import SchedulerOptions
-from bitnet_ops.generate.speculation import MOST_DRAFTS
+from bitnet_ops.generate.speculation import MAX_DRAFTS
 from bitnet_ops.models import Decoder
 from bitnet_ops.nn.blocks import PoolFullError
 
@@ -58,18 +58,18 @@ class Drafter:
     def __init__(self, rng: random.Random, vocab: int) -> None:
         self.rng, self.vocab, self.texts = rng, vocab, list[list[int]]()
 
-    def __call__(self, ids: Sequence[int], most: int) -> list[int]:
+    def __call__(self, ids: Sequence[int], maximum: int) -> list[int]:
         begin = list(ids)
         for text in self.texts:
             if text[: len(begin)] == begin:
-                drafts = text[len(begin) : len(begin) + self.rng.randint(0, most)]
+                drafts = text[len(begin) : len(begin) + self.rng.randint(0, maximum)]
                 return [d if self.rng.random() < 0.8 else (d + 1) % self.vocab for d in drafts]
         return []
 
 
 def prompts_of(rng: random.Random, form: Form) -> list[Prompt]:
-    def some(least: int, most: int) -> Prompt:
-        found: Prompt = [rng.randrange(form.vocab) for _ in range(rng.randint(least, most))]
+    def some(minimum: int, maximum: int) -> Prompt:
+        found: Prompt = [rng.randrange(form.vocab) for _ in range(rng.randint(minimum, maximum))]
         while form.rows and rng.random() < 0.5:
             found.insert(rng.randint(0, len(found)), rng.choice(form.rows))
         return found
@@ -119,7 +119,7 @@ def run_schedule(
         wanted.append(alone(model, prompt, params, limits))
         ids, runs = split_prompt(prompt, model.config.hidden_size)
         drafter.texts.append(list(ids if runs is None else runs.content(ids)) + wanted[-1])
-        jobs.append((prompt, params, limits, rng.choice([0, 3, MOST_DRAFTS])))
+        jobs.append((prompt, params, limits, rng.choice([0, 3, MAX_DRAFTS])))
     options: dict[str, Any] = {"block_size": rng.choice(form.block_sizes)}
     if seed // 2 % 2 == 0:
         return run_jobs(engine_of(model, form, rng, **options), rng, jobs, wanted, seed)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bitnet_ops.nn.kv_pool import attend_rectangular, update_rectangular
 from bounds import EXP_ERROR, U, smallest, storing_error, sum_error
-from cache_types import BF16_LEAST, KV_TYPES_TEXT, rounded
+from cache_types import BF16_MIN, KV_TYPES_TEXT, rounded
 from op_changes import BF16
 from op_spec import reference
 from op_values import SCALED_KV_DTYPES, Arguments, positive
@@ -184,10 +184,10 @@ def bfloat16_attention_bound(args: Arguments, expected: Tensor) -> Tensor:
     assert head_dim <= 256 and abs(scale) <= 1  # 16 + 1 + 8 roundings of a score
     group, length = heads // keys.shape[1], int((starts + tokens).max())
     wide = keys[:, :, :length].double().abs().repeat_interleave(group, dim=1)
-    size = query.double().abs() + BF16_LEAST
+    size = query.double().abs() + BF16_MIN
     magnitude = torch.einsum("bthd,bhld->bthl", size, wide).amax(-1) * abs(scale)
     largest = values[:, :, :length].double().abs().amax(2).repeat_interleave(group, dim=1)
-    moved = bfloat16_error(magnitude)[..., None] + length * BF16_LEAST
+    moved = bfloat16_error(magnitude)[..., None] + length * BF16_MIN
     floats = attention_bound((query, keys.float(), values.float(), starts, scale), expected)
     return floats + 1.01 * moved * largest[:, None]
 

@@ -66,13 +66,13 @@ def model_step_arguments(
     )
 
 
-MOST_DRAFTS = 3
+MAX_DRAFTS = 3
 
 
 def _states(g: torch.Generator, sequences: int, layers: int) -> list[Tensor]:
     d, (_, channels) = DELTA, delta_sizes()
     sizes = d["value_heads"], d["key_dim"], d["value_dim"], d["kernel"]
-    return random_states(g, sequences + 2, layers, *sizes, channels, drafts=MOST_DRAFTS)
+    return random_states(g, sequences + 2, layers, *sizes, channels, drafts=MAX_DRAFTS)
 
 
 def _state_steps(g: torch.Generator, new: tuple[int, ...], lengths: tuple[int, ...]) -> Tensor:

@@ -300,11 +300,11 @@ def _int8_row(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def int16_row(x: Tensor) -> tuple[Tensor, Tensor]:
-    most = x.abs().amax(dim=-1, keepdim=True)
+    maximum = x.abs().amax(dim=-1, keepdim=True)
     bad = ~x.isfinite().all(dim=-1, keepdim=True)
-    most = most.clamp(min=1e-30)
-    q = (x * (torch.tensor(32512.0) / most)).round().where(~bad, 0).to(torch.int16)
-    return q, (most / 32512.0).where(~bad, torch.nan).squeeze(-1)
+    maximum = maximum.clamp(min=1e-30)
+    q = (x * (torch.tensor(32512.0) / maximum)).round().where(~bad, 0).to(torch.int16)
+    return q, (maximum / 32512.0).where(~bad, torch.nan).squeeze(-1)
 
 
 def _quantize_activations_samples() -> Built:

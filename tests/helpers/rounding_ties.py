@@ -73,9 +73,9 @@ def assert_alike(
     watch: TieWatch,
     cases: Iterable[Tensor],
     *,
-    least_clear: int = 4,
+    min_clear: int = 4,
 ) -> None:
-    """Logits [T, V] of both on every case; at least `least_clear` of them must be clear of ties."""
+    """Logits [T, V] of both on every case; at least `min_clear` of them must be clear of ties."""
     clear = agreeing = positions = 0
     for ids in cases:
         watch.margin = 0.5
@@ -92,5 +92,5 @@ def assert_alike(
         assert bool((top[..., 0] - top[..., 1])[~same].le(2 * ANY_TIE * expected.abs().max()).all())
         agreeing += int(same.sum())
         positions += same.numel()
-    assert clear >= least_clear, f"only {clear} prompts keep clear of ties"
+    assert clear >= min_clear, f"only {clear} prompts keep clear of ties"
     assert agreeing >= 0.9 * positions, f"the best token agrees at {agreeing} of {positions}"

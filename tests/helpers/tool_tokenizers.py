@@ -48,14 +48,14 @@ def allowed(constraint: Constraint) -> list[int] | None:
 
 
 def random_answer(
-    grammars: Grammars, constraint: Constraint, seed: int, most: int = 600
+    grammars: Grammars, constraint: Constraint, seed: int, maximum: int = 600
 ) -> tuple[list[int], bool]:
     """Tokens chosen at random among those that may come, mostly short ones; whether it ended.
 
     Where everything may come, an answer of a few words is given, and ends.
     """
     draw, ids = random.Random(seed), list[int]()
-    while len(ids) < most:
+    while len(ids) < maximum:
         may = allowed(constraint)
         assert may != [], grammars.texts.tokenizer.decode(ids)
         if may is None:

@@ -12,7 +12,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import Split
 
 from bitnet_ops.convert.gguf_tokenizer import PRE_TOKENIZERS
-from bitnet_ops.untrusted.patterns import MOST_CHARACTERS, PatternError, check_limits, matches
+from bitnet_ops.untrusted.patterns import MAX_CHARACTERS, PatternError, check_limits, matches
 
 NAMES = ["lm_head", "model.layers.0.self_attn.q_proj", "model.layers.10.mlp.down_proj", ""]
 PATTERNS = ["lm_head", "model.layers.1", r"model\.layers\.1", "^model", "head$", "", "q_proj"]
@@ -55,7 +55,7 @@ BEYOND = {
     "(a|.)" * 60 + "!": "9 repetitions",
     r"(a+(?#\))+)": "comments",
     "(?x)(a+ # )\n)+": "comments",
-    "a" * (MOST_CHARACTERS + 1): "4001 characters",
+    "a" * (MAX_CHARACTERS + 1): "4001 characters",
 }
 
 

@@ -144,7 +144,7 @@ def test_products_are_timed_on_every_isa(
     monkeypatch.setattr(weight_probe, "last_cache", lambda: 0)  # the least memory
     probe = measure(*kind)
     assert probe is not None and probe.ratio > 0 and probe.seconds > 0
-    assert 1 <= probe.rounds <= weight_probe.MOST_ROUNDS and not probe.kept
+    assert 1 <= probe.rounds <= weight_probe.MAX_ROUNDS and not probe.kept
 
 
 def test_a_probe_takes_far_less_than_a_second() -> None:

@@ -458,8 +458,8 @@ def test_a_rotation_is_read_as_it_is_written() -> None:
     rotation = Rotation(((256, 128), (768, 256)), frozenset({"lm_head"}))
     block = {"bitnet_ops": {"rotation": written_rotation(rotation)}}
     assert ModelConfig.from_hf({**QWEN35_TEXT, **block}).rotation == rotation
-    assert rotation.turns("model.layers.0.mlp.up_proj", 256) and rotation.block(768) == 256
-    assert not rotation.turns("lm_head", 256) and not rotation.turns("x", 512)
+    assert rotation.rotates("model.layers.0.mlp.up_proj", 256) and rotation.block(768) == 256
+    assert not rotation.rotates("lm_head", 256) and not rotation.rotates("x", 512)
 
 
 @pytest.mark.parametrize(

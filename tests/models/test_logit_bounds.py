@@ -180,8 +180,8 @@ def test_draws_of_the_largest_are_those_of_the_whole_head(k: int) -> None:
             assert torch.equal(drawn, ops.sample_tokens(whole, *options)), (name, size)
             for row, logits in zip(found, whole, strict=True):
                 if not logits.isnan().any():
-                    least = logits.topk(k).values[-1]
-                    assert torch.equal(row[logits >= least], logits[logits >= least]), name
+                    minimum = logits.topk(k).values[-1]
+                    assert torch.equal(row[logits >= minimum], logits[logits >= minimum]), name
 
 
 def test_draws_of_the_largest_on_every_isa_and_thread_count() -> None:
@@ -241,8 +241,10 @@ def test_draws_with_and_without_top_k_share_a_step() -> None:
         assert tokens_of(found, draws) == tokens_of(whole, draws), name
         for row in range(0, 16, 2):
             if not whole[row].isnan().any():
-                least = whole[row].topk(20).values[-1]
-                assert torch.equal(found[row, whole[row] >= least], whole[row, whole[row] >= least])
+                minimum = whole[row].topk(20).values[-1]
+                assert torch.equal(
+                    found[row, whole[row] >= minimum], whole[row, whole[row] >= minimum]
+                )
 
 
 def test_filters_and_logprobs_want_every_logit() -> None:

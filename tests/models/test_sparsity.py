@@ -107,9 +107,9 @@ def kept_codes(codes: np.ndarray, line: dict[str, Any]) -> np.ndarray:
         p = size[size > 0] / size.sum()
         spread = -(p * np.log(p)).sum() / math.log(k)
         ratio = float(low) + float(high - low) * spread
-    most = math.ceil(ratio * k)
+    maximum = math.ceil(ratio * k)
     for cut in range(1, 129):
-        if (size >= cut).sum() <= most:
+        if (size >= cut).sum() <= maximum:
             return size >= min(cut, size.max())
     raise AssertionError
 

@@ -17,7 +17,7 @@ from bounds import EXP_ERROR, U, assert_equal, storing_error, sum_error
 from isa_control import every_configuration, forced_isa, torch_threads
 from op_values import SCALED_KV_DTYPES, Arguments
 from ops_attention import (
-    BF16_LEAST,
+    BF16_MIN,
     attention_arguments,
     bfloat16_error,
     int8_attention_bound,
@@ -67,7 +67,7 @@ def exact(args: Arguments) -> tuple[Tensor, Tensor]:
             floor = length * 2.0**-125 * v.abs().amax(1)
             if keys.dtype == torch.bfloat16:
                 relative = relative + bfloat16_error(magnitude)
-                floor = floor + length * BF16_LEAST * v.abs().amax(1)
+                floor = floor + length * BF16_MIN * v.abs().amax(1)
             bound[b, t] = 1.01 * relative[:, None] * heavy + floor
     return result, bound + storing_error(query.dtype) * result.abs()
 

@@ -161,10 +161,10 @@ def chosen(c: Context, position: int, name: str, numbers: list[float], sinks: in
     """By KV head whether a token reads each position, from the words of the documentation."""
     pages, masks = position // 64 + 1, []
     for kv in range(KV_HEADS):
-        most, least = bounds_of(c)[: pages - 1, kv].double().chunk(2, -1)
+        maximum, minimum = bounds_of(c)[: pages - 1, kv].double().chunk(2, -1)
         group = HEADS // KV_HEADS
         q = c.query[position, kv * group : (kv + 1) * group].double()[:, None] * SCALE
-        scores = torch.maximum(q * most, q * least).sum((0, 2))
+        scores = torch.maximum(q * maximum, q * minimum).sum((0, 2))
         forced = torch.arange(pages - 1) < -(-sinks // 64)
         p = (scores / group).softmax(0)
         if name == "threshold":
@@ -239,8 +239,8 @@ def test_bounds_are_those_of_the_keys_that_attention_reads(
     c = Context(dtype, 384, block_size)
     keys, _ = c.pool.read(0, c.table.tolist(), 384)
     pages = keys.unflatten(1, (-1, 64)).transpose(0, 1)
-    most, least = bounds_of(c).float().chunk(2, -1)
-    for bound, exact, sign in ((most, pages.amax(2), 1), (least, pages.amin(2), -1)):
+    maximum, minimum = bounds_of(c).float().chunk(2, -1)
+    for bound, exact, sign in ((maximum, pages.amax(2), 1), (minimum, pages.amin(2), -1)):
         assert (bound * sign >= exact * sign).all()
         assert ((bound - exact).abs() <= exact.abs() * 2**-7).all()
         assert torch.equal(bound, exact) or dtype not in (torch.bfloat16, torch.float8_e5m2)

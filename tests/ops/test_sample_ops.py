@@ -70,8 +70,8 @@ def kept_by_sorting(p: Floats, top_p: float, min_p: float) -> npt.NDArray[np.boo
     before = np.cumsum(p[order]) - p[order]
     kept = np.zeros(len(p), bool)
     kept[order[(before < top_p) | (top_p == 1)]] = True
-    least = np.float32(min_p) * np.float32(p.max())
-    return kept & (p >= least) & (p > 0)
+    minimum = np.float32(min_p) * np.float32(p.max())
+    return kept & (p >= minimum) & (p > 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

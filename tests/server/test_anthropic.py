@@ -432,7 +432,7 @@ class FakeAnswer:
         self.closed = True
 
 
-def events_of(batches: Sequence[list[Delta] | AskError], most: int = 99) -> list[Any]:
+def events_of(batches: Sequence[list[Delta] | AskError], maximum: int = 99) -> list[Any]:
     """(event, data) of a stream, of which so many are read."""
     answer: Any = FakeAnswer(batches)
 
@@ -440,7 +440,7 @@ def events_of(batches: Sequence[list[Delta] | AskError], most: int = 99) -> list
         stream, found = _stream(_Message(answer)), []
         async for chunk in stream:
             found.append(chunk)
-            if len(found) == most:
+            if len(found) == maximum:
                 break
         await stream.aclose()  # type: ignore[attr-defined]
         return found
@@ -504,6 +504,6 @@ def test_a_stream_that_fails_or_is_left_closes_its_answer() -> None:
         "error",
         {"type": "error", "error": {"type": "overloaded_error", "message": "server: no"}},
     )
-    assert [name for name, _ in events_of([[Text(0, "a")], [Text(0, "b")]], most=2)] == [
+    assert [name for name, _ in events_of([[Text(0, "a")], [Text(0, "b")]], maximum=2)] == [
         *("message_start", "content_block_start")
     ]

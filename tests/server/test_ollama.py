@@ -429,7 +429,7 @@ class FakeAnswer:
         self.closed = True
 
 
-def lines_of(answer: Any, most: int = 99) -> list[Any]:
+def lines_of(answer: Any, maximum: int = 99) -> list[Any]:
     """The lines of a stream of a chat, of which so many are read."""
 
     async def all_of_them() -> list[Any]:
@@ -438,7 +438,7 @@ def lines_of(answer: Any, most: int = 99) -> list[Any]:
         async for line in stream:
             assert line.endswith(b"\n") and line.count(b"\n") == 1
             found.append(json.loads(line))
-            if len(found) == most:
+            if len(found) == maximum:
                 break
         await stream.aclose()  # type: ignore[attr-defined]
         return found
@@ -498,4 +498,4 @@ def test_an_answer_without_a_token_has_figures_too() -> None:
 def test_a_stream_that_fails_or_is_left_closes_its_answer() -> None:
     failed = lines_of(FakeAnswer([[Text(0, "a")], AskError("server: no", status=503)]))
     assert failed[-1] == {"error": "server: no"}
-    assert len(lines_of(FakeAnswer([[Text(0, "a")], [Text(0, "b")]]), most=1)) == 1
+    assert len(lines_of(FakeAnswer([[Text(0, "a")], [Text(0, "b")]]), maximum=1)) == 1

@@ -358,14 +358,14 @@ def test_truncated_texts_cost_no_more_and_stay_the_same(demo: Any) -> None:
 def test_few_texts_are_read_at_once(demo: Any, monkeypatch: Any) -> None:
     """On all routes together, and also when nobody waits for it any more."""
     app, address = demo
-    at_once, most, lock = 0, 0, threading.Lock()
+    at_once, maximum, lock = 0, 0, threading.Lock()
     real = app.state.service.catalog.find("").lm.tokenizer.check_length
 
     def slow(text: str, length: int) -> None:
-        nonlocal at_once, most
+        nonlocal at_once, maximum
         with lock:
             at_once += 1
-            most = max(most, at_once)
+            maximum = max(maximum, at_once)
         time.sleep(0.1)
         real(text, length)
         with lock:
@@ -387,7 +387,7 @@ def test_few_texts_are_read_at_once(demo: Any, monkeypatch: Any) -> None:
     with concurrent.futures.ThreadPoolExecutor(len(paths)) as pool:
         statuses = list(pool.map(one, paths))
     assert set(statuses) <= {200, 0} and statuses.count(200) >= len(paths) - 3
-    assert most == 2
+    assert maximum == 2
     until(lambda: not app.state.service._reading.running)
 
 

@@ -190,7 +190,7 @@ def test_without_tools_nothing_is_told() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_every_required_answer_is_read_as_valid_calls(form: str, kind: str) -> None:
     """Parallel calls or one, any tool or the one that is named."""
-    names, most = set(), 0
+    names, maximum = set(), 0
     asked: list[dict[str, Any]] = [
         {},
         {"parallel_tools": False},
@@ -214,9 +214,9 @@ def test_every_required_answer_is_read_as_valid_calls(form: str, kind: str) -> N
                 assert len(calls) <= 1
             if options["tool_choice"].name:
                 assert {name for name, _ in calls} <= {options["tool_choice"].name}
-            most = max(most, len(calls))
+            maximum = max(maximum, len(calls))
     assert names == set(SCHEMAS)
-    assert (most > 1) == (form != "llama")
+    assert (maximum > 1) == (form != "llama")
 
 
 @pytest.mark.parametrize("kind", KINDS)

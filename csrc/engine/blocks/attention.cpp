@@ -31,7 +31,7 @@ class AttentionBlock final : public Block {
 
   int64_t heads, kv_heads, dim, rope, rope_dim, layer, kind;
   bool chooses;        // pages
-  int64_t query_step;  // features of q from one head to the next
+  int64_t query_step;  // from one head of q to the next, in features
   Norm q_norm, k_norm;
 
  private:
@@ -75,8 +75,8 @@ AttentionBlock::AttentionBlock(Binding& b) {
   kind = b.program.attention_kind({heads, scale, policy, 1});
 }
 
-// Unit: a token and a query head, or a token and a key/value head, which also enters the cache;
-// behind these, where only some rows go on, a row that does.
+// Unit: a token and a query head, or a token and a key/value head, which is also written to the
+// cache. Then, if only some rows go on, a unit for each of these rows, which copies it.
 class Rotation final : public StageWork {
  public:
   struct Memory {
@@ -91,15 +91,15 @@ class Rotation final : public StageWork {
     const int64_t units = step_.batch.tokens * (block_.heads + block_.kv_heads);
     for (int64_t unit = begin; unit < end; ++unit) {
       if (unit < units) {
-        rotate(pool, unit, step_.own[slot].row);
+        rotate(pool, unit, step_.thread_inputs[slot].row);
       } else {
-        step_.keep_row(unit - units);
+        step_.copy_logit_row(unit - units);
       }
     }
   }
 
  private:
-  // `to` from a head as the projection has left it, by way of the row's second half.
+  // Norm and rotation of a head of the projection's results. `loaded`: scratch of the head's size.
   void rotated(const void* buffer, int64_t from, const Norm& norm, const float* angles,
                float* loaded, float* to) const {
     const KernelTable& kernels = *step_.kernels;
@@ -144,7 +144,7 @@ class Bounding final : public StageWork {
     const CachePool pool = step_.batch.pool.of(block_.layer);
     for (int64_t i = begin; i < end; ++i) {
       const int64_t page = step_.filled_pages[static_cast<size_t>(i / block_.kv_heads)];
-      bound_page(*step_.kernels, pool, page, i % block_.kv_heads, step_.own[slot].row);
+      bound_page(*step_.kernels, pool, page, i % block_.kv_heads, step_.thread_inputs[slot].row);
     }
   }
 
@@ -163,7 +163,7 @@ class Choosing final : public StageWork {
   void run(int64_t begin, int64_t end, int64_t slot) const override {
     const AttentionBuffers buffers{rotated_, nullptr, step_.batch.pool.of(block_.layer)};
     float* shared = step_.attention.shared_of(block_.kind, step_.attention_shared);
-    plan().choose(*step_.kernels, buffers, begin, end, shared, step_.own[slot].attention);
+    plan().choose(*step_.kernels, buffers, begin, end, shared, step_.thread_inputs[slot].attention);
   }
 
  private:
@@ -184,7 +184,7 @@ class Attending final : public StageWork {
   void run(int64_t begin, int64_t end, int64_t slot) const override {
     const AttentionBuffers buffers{rotated_, attended_, step_.batch.pool.of(block_.layer)};
     float* shared = step_.attention.shared_of(block_.kind, step_.attention_shared);
-    plan().run(*step_.kernels, buffers, begin, end, shared, step_.own[slot].attention);
+    plan().run(*step_.kernels, buffers, begin, end, shared, step_.thread_inputs[slot].attention);
   }
 
  private:
@@ -196,17 +196,22 @@ class Attending final : public StageWork {
   float* attended_;
 };
 
-// What attention gives times the sigmoid of its gates, which lie behind the queries of their heads.
+// The results of attention times the sigmoid of their gates. A head's gate lies behind its query.
 class Gated final : public RowSource {
  public:
   Gated(const Step& step, const AttentionBlock& block, const float* attended, const void* q,
-        const Norm& norm, bool kept)
-      : step_(step), block_(block), attended_(attended), q_(q), norm_(norm), kept_(kept) {}
+        const Norm& norm, bool are_logit_rows)
+      : step_(step),
+        block_(block),
+        attended_(attended),
+        q_(q),
+        norm_(norm),
+        are_logit_rows_(are_logit_rows) {}
 
   NormJob job(int64_t j, float* row) const override {
     const KernelTable& kernels = *step_.kernels;
     const DType type = step_.settings().type;
-    const int64_t dim = block_.dim, token = kept_ ? step_.batch.logit_rows[j] : j;
+    const int64_t dim = block_.dim, token = are_logit_rows_ ? step_.batch.logit_rows[j] : j;
     for (int64_t head = 0; head < block_.heads; ++head) {
       const int64_t at = token * block_.heads + head;
       float *gate = row + head * dim, *value = row + block_.heads * dim;
@@ -224,7 +229,7 @@ class Gated final : public RowSource {
   const float* attended_;
   const void* q_;
   Norm norm_;
-  bool kept_;
+  bool are_logit_rows_;
 };
 
 void AttentionBlock::append(PlanBuilder& plan) const {
@@ -238,11 +243,11 @@ void AttentionBlock::append(PlanBuilder& plan) const {
   const auto* input = plan.make<NormedRows>(plan.rows().residual, s.hidden, norm_, s.type);
   append_products(plan, {"norm qkv", "qkv", "expand qkv"}, input, format_,
                   {{&q_, q}, {&k_, k}, {&v_, v}});
-  const bool keeps = plan.keeps_rows_next();
-  const int64_t kept = keeps && !step.keeps_all() ? step.batch.logit_count : 0;
+  const bool selects = plan.selects_logit_rows();
+  const int64_t copied = selects && !step.wants_all_logits() ? step.batch.logit_count : 0;
   plan.add({"rotate",
             plan.make<Rotation>(step, *this, Rotation::Memory{q, k, v, rotated}),
-            tokens * (heads + kv_heads) + kept,
+            tokens * (heads + kv_heads) + copied,
             {1, 64}});
   const auto add_varying = [&plan](const char* name, const StageWork* work, int64_t min = 1) {
     Stage stage{name, work, 0, {min, 64}};
@@ -254,11 +259,11 @@ void AttentionBlock::append(PlanBuilder& plan) const {
     add_varying("choose pages", plan.make<Choosing>(step, *this, rotated), 4);
   }
   add_varying("attend", plan.make<Attending>(step, *this, rotated, attended));
-  if (keeps) plan.keep_rows();
+  if (selects) plan.select_logit_rows();
   const RowSource* out = plan.make<NormedRows>(attended, query, sub_norm_, s.type,
-                                               keeps ? &step.batch.logit_rows : nullptr);
+                                               selects ? &step.batch.logit_rows : nullptr);
   if (query_step != dim)
-    out = plan.make<Gated>(step, *this, attended, q, sub_norm_, plan.rows().kept);
+    out = plan.make<Gated>(step, *this, attended, q, sub_norm_, plan.rows().are_logit_rows);
   append_added(plan, {"norm out", "out", "expand out"}, "post out", out, out_format_, o_,
                post_norm_);
 }

@@ -112,19 +112,19 @@ class DeltaStage : public StageWork {
   DeltaMemory memory_;
 };
 
-// Units: gates of some tokens and heads; a head of a sequence's queries, keys or values; and where
-// only some rows go on, a row that does.
+// Units: gates of some tokens and heads; then a head of a sequence's queries, keys or values; then,
+// if only some rows go on, a unit for each of these rows, which copies it.
 class Mixing final : public DeltaStage {
  public:
-  Mixing(const Step& step, const DeltaNetBlock& block, const DeltaMemory& memory, int64_t kept)
-      : DeltaStage(step, block, memory), kept_(kept) {}
+  Mixing(const Step& step, const DeltaNetBlock& block, const DeltaMemory& memory, int64_t copied)
+      : DeltaStage(step, block, memory), copied_(copied) {}
 
   int64_t units() const override {
-    return gate_units() + block_.net->mix_units(step_.batch.sequences) + kept_;
+    return gate_units() + block_.net->mix_units(step_.batch.sequences) + copied_;
   }
   void run(int64_t begin, int64_t end, int64_t slot) const override {
     const int64_t gates = gate_units(), mixes = block_.net->mix_units(step_.batch.sequences);
-    float* row = step_.own[slot].row;
+    float* row = step_.thread_inputs[slot].row;
     for (int64_t unit = begin; unit < end; ++unit) {
       if (unit < gates) {
         gate(unit, row);
@@ -132,7 +132,7 @@ class Mixing final : public DeltaStage {
         block_.net->mix(*step_.kernels, step_.batch.sequences, step_.batch.state_steps, states(),
                         rows(), unit - gates, row);
       } else {
-        step_.keep_row(unit - gates - mixes);
+        step_.copy_logit_row(unit - gates - mixes);
       }
     }
   }
@@ -169,7 +169,7 @@ class Mixing final : public DeltaStage {
     }
   }
 
-  int64_t kept_;
+  int64_t copied_;  // rows of logits, to be copied
 };
 
 // Unit: a slab of a value head's state, of a sequence.
@@ -181,7 +181,7 @@ class Rule final : public DeltaStage {
   void run(int64_t begin, int64_t end, int64_t slot) const override {
     for (int64_t unit = begin; unit < end; ++unit)
       block_.net->rule(*step_.kernels, step_.batch.sequences, step_.batch.state_steps, states(),
-                       rows(), unit, step_.own[slot].row);
+                       rows(), unit, step_.thread_inputs[slot].row);
   }
   const void* weights_of(int64_t unit) const override {
     const int64_t of_sequence = block_.shape().value_heads * block_.shape().slabs();
@@ -196,14 +196,15 @@ class Rule final : public DeltaStage {
 // Every value head normalised, times silu(z).
 class GatedHeads final : public RowSource {
  public:
-  GatedHeads(const Step& step, const DeltaNetBlock& block, const DeltaMemory& memory, bool kept)
-      : step_(step), block_(block), memory_(memory), kept_(kept) {}
+  GatedHeads(const Step& step, const DeltaNetBlock& block, const DeltaMemory& memory,
+             bool are_logit_rows)
+      : step_(step), block_(block), memory_(memory), are_logit_rows_(are_logit_rows) {}
 
   NormJob job(int64_t j, float* row) const override {
     const KernelTable& kernels = *step_.kernels;
     const DType type = step_.settings().type;
     const DeltaShape& shape = block_.shape();
-    const int64_t token = kept_ ? step_.batch.logit_rows[j] : j, dim = shape.value_dim;
+    const int64_t token = are_logit_rows_ ? step_.batch.logit_rows[j] : j, dim = shape.value_dim;
     float *head = row + shape.values(), *z = head + dim;
     for (int64_t i = 0; i < shape.values(); i += dim) {
       const int64_t at = token * shape.values() + i;
@@ -219,7 +220,7 @@ class GatedHeads final : public RowSource {
   const Step& step_;
   const DeltaNetBlock& block_;
   DeltaMemory memory_;
-  bool kept_;
+  bool are_logit_rows_;
 };
 
 void DeltaNetBlock::append(PlanBuilder& plan) const {
@@ -237,15 +238,15 @@ void DeltaNetBlock::append(PlanBuilder& plan) const {
   const auto* input = plan.make<NormedRows>(plan.rows().residual, s.hidden, norm, s.type);
   append_products(plan, {"norm qkvz", "qkvz", "expand qkvz"}, input, format_,
                   {{&qkv_, u}, {&z_, z}});
-  const bool keeps = plan.keeps_rows_next();
-  const int64_t kept = keeps && !step.keeps_all() ? step.batch.logit_count : 0;
-  Stage mix{"mix", plan.make<Mixing>(step, *this, memory, kept), 0, {1, 64}};
+  const bool selects = plan.selects_logit_rows();
+  const int64_t copied = selects && !step.wants_all_logits() ? step.batch.logit_count : 0;
+  Stage mix{"mix", plan.make<Mixing>(step, *this, memory, copied), 0, {1, 64}};
   Stage rule{"delta rule", plan.make<Rule>(step, *this, memory), 0, {1, 64}, true};
   mix.varies = rule.varies = true;
   plan.add(mix);
   plan.add(rule);
-  if (keeps) plan.keep_rows();
-  const auto* heads = plan.make<GatedHeads>(step, *this, memory, plan.rows().kept);
+  if (selects) plan.select_logit_rows();
+  const auto* heads = plan.make<GatedHeads>(step, *this, memory, plan.rows().are_logit_rows);
   append_added(plan, {"norm out", "out", "expand out"}, "post out", heads, out_format_, out_,
                Norm{nullptr, 0.0f});
 }

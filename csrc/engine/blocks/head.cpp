@@ -4,8 +4,8 @@
 //   norm weight            names: the last norm; the matrix, which may be the embedding
 //   vocab                  rows of the matrix
 //
-// A step of several tokens that wants only the largest logits of an int8 matrix, or those that win
-// with their noise, bounds all logits first, by the tokens' high bytes.
+// If a step of several tokens wants only the largest logits of an int8 matrix, or the winners of a
+// draw with noise, all logits are bounded first by the tokens' high bytes; see head_bound.
 
 #include <array>
 #include <atomic>
@@ -19,8 +19,8 @@
 namespace bitnet::engine {
 namespace {
 
-// Whether bounds of logits are worth making, by the rows that remained of late: where these are
-// more than `max` on average, the whole head is read for so many steps, each time twice as many.
+// Whether it is worth bounding logits. If the bounds of late steps left more than `max` rows on
+// average, the next kWait steps read the whole head, and after each further failure twice as many.
 class BoundsUse {
  public:
   bool next() { return whole_ == 0 || --whole_ == 0; }
@@ -40,8 +40,8 @@ class BoundsUse {
   int64_t average_ = 0, whole_ = 0, wait_ = kWait;
 };
 
-// How the logits of a step are found: all of them; or, where only the largest are wanted, those
-// that can be among them by bounds, which the high bytes of the tokens give.
+// How the logits of a step are found: all of them; or, if only the largest are wanted, only those
+// whose bound, by the high bytes of the tokens, allows them to be among these.
 enum class HeadReading : int32_t { kWhole, kBounds };
 
 class HeadState final : public BlockState {
@@ -51,9 +51,9 @@ class HeadState final : public BlockState {
   void end(const Step& step) override;
 
   HeadReading reading = HeadReading::kWhole;
-  // The rest unless the head is read as a whole. How many logits were computed.
+  // The rest is for kBounds. How many logits were computed in spite of their bounds.
   std::atomic<int64_t> remaining{0};
-  // Of the threads' logits, the largest so far.
+  // The largest logits so far, as a thread sees them.
   Largest largest(const Batch& batch, int64_t slot) {
     Largest found{batch.largest, batch.noise, best_.data(), nullptr};
     if (batch.largest > 1) found.heaps = heaps_.data() + slot * batch.logit_count * batch.largest;
@@ -66,10 +66,10 @@ class HeadState final : public BlockState {
 
   const HeadView& head_;
   BoundsUse bounds_;
-  // Of each token the best logit so far, with its noise, and its row (largest_rows).
+  // Each token's best logit so far, noise included, with its row (largest_rows).
   std::array<std::atomic<uint64_t>, kMaxBest> best_{};
-  // Where more than the best are wanted, each thread's largest so far: [partitions][logit_count]
-  // [largest], every row a heap with the smallest in front.
+  // If more than the best are wanted, the largest so far of each thread:
+  // [partitions][logit_count][largest], every row a heap with the smallest in front.
   std::vector<float> heaps_;
 };
 
@@ -86,7 +86,7 @@ void HeadState::begin(const Step& step) {
                   -std::numeric_limits<float>::infinity());
 }
 
-// Whether it was worth it to bound logits: a 32nd of the rows costs as much as all lower bytes.
+// Bounds gain if less than a 32nd of the rows remains: these cost as much as the low bytes saved.
 void HeadState::end(const Step& step) {
   if (reading == HeadReading::kBounds)
     bounds_.learn(remaining / step.batch.logit_count, head_.rows / 32);
@@ -116,7 +116,7 @@ class HeadBlock final : public Block {
   Signs signs_;
 };
 
-// The last norm's rows as the result.
+// The result of a program without a matrix: the rows of the last norm.
 class States final : public StageWork {
  public:
   States(const Step& step, const StepRows& rows, const Norm& norm)
@@ -135,7 +135,7 @@ class States final : public StageWork {
   Norm norm_;
 };
 
-// Rows of a unit: they stay in cache while every token meets them.
+// Rows of a unit: few enough to stay in cache while all tokens are multiplied with them.
 int64_t unit_rows(const HeadView& head) {
   constexpr int64_t kRows = 32;
   static_assert(kRows % layout::kHeadTileRows == 0);
@@ -159,9 +159,9 @@ class Logits final : public StageWork {
     }
   }
 
-  // Row j as the head reads it, by way of a thread's row.
+  // Prepares row j for the head; uses the thread's row on the way.
   void load_token(int64_t j, int64_t slot) const {
-    float* row = step_.own[slot].row;
+    float* row = step_.thread_inputs[slot].row;
     const HeadInput& to = input(slot);
     const int64_t n = step_.settings().hidden;
     step_.kernels->rms_norm_row(rows_.residual + j * n, norm_.weight, n, norm_.eps, DType::kF32,
@@ -185,7 +185,7 @@ class Logits final : public StageWork {
       return head_rows(*step_.kernels, head_, first, last, from, rows_.count,
                        step_.batch.out + first, head_.rows);
     const Largest found = state_.largest(step_.batch, slot);
-    for (int64_t n = first; n < last; n += unit)  // what one has found bounds the next
+    for (int64_t n = first; n < last; n += unit)  // each unit raises the threshold of the next
       state_.remaining += largest_rows(*step_.kernels, head_, n, std::min(n + unit, last), from,
                                        rows_.count, found, step_.batch.out + n, head_.rows);
   }
@@ -202,7 +202,7 @@ class Logits final : public StageWork {
   Norm norm_;
   Signs signs_;
   HeadState& state_;
-  HeadInput* inputs_;  // of every thread, or one of all
+  HeadInput* inputs_;  // one for each thread, or one for all threads
 };
 
 class LogitNorms final : public StageWork {

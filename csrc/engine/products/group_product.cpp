@@ -52,7 +52,7 @@ Four load_four(const float* from) {
   return v;
 }
 
-// Elements I of a and b one behind the other; each compiler has its own word for it.
+// Elements I of a and b one behind the other; compilers have different builtins for this.
 template <int... I>
 Four shuffled(Four a, Four b) {
 #if defined(__clang__)

@@ -1,4 +1,4 @@
-// The choice and the cut; see product_plan.h.
+// The choice and the cut; see plan.h.
 #include "engine/products/plan.h"
 
 #include <algorithm>
@@ -15,28 +15,28 @@ namespace {
 
 int64_t ceil_div(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
-// Units of equal work that so many threads take at once, one each, again and again.
+// How often every thread takes a unit until all are done; units are equal work.
 int64_t rounds(int64_t units, int64_t threads) { return ceil_div(units, threads); }
 
-// Whether threads work for at least 7/8 of the time until the last of the units is done.
+// Whether threads are busy for at least 7/8 of the time until the last unit is done.
 bool end_together(int64_t units, int64_t threads) {
   return 7 * rounds(units, threads) * threads <= 8 * units;
 }
 
-// The same of so many row parts of each block of `each` tokens, of which the last may have fewer.
-// Every thread starts with the same number of units, but units of full token blocks take longer.
-// Each block is split into enough row parts for idle threads to steal the rest.
+// The same for blocks of `each` tokens (the last one may have fewer), each cut into `parts` of
+// rows. Every thread starts with the same number of units, but units of full token blocks take
+// longer. Each block is split into enough row parts for idle threads to steal the rest.
 bool blocks_end_together(int64_t tokens, int64_t each, int64_t parts, int64_t threads) {
   const int64_t longest = rounds(ceil_div(tokens, each) * parts, threads) * each;
   return 7 * longest * threads <= 8 * tokens * parts || 7 * each * (threads - 1) <= tokens * parts;
 }
 
-// The cut of an algorithm that wants equal parts of all rows: false if its calls would
-// have fewer rows than are worth its memory. Where rows are too few for the threads, these get
-// fewer tokens: a building costs more than what blocks of tokens share.
+// The cut of an algorithm that wants equal parts of all rows; false if its calls would have too few
+// rows to be worth its memory. If there are too few rows for all threads, blocks get fewer tokens:
+// that is cheaper than building the same tables once for every thread.
 bool cut_rows(const ProductAlgorithm& algorithm, const ProductShape& s, int64_t threads,
               ProductPlan& plan) {
-  constexpr int64_t kMinTokens = 32;  // of a block for that reason
+  constexpr int64_t kMinTokens = 32;  // of a block that was halved for that reason
   const int64_t rows = s.rows(), multiple = plan.blocking.token_multiple;
   for (int64_t at_once = plan.blocking.tokens;; at_once /= 2) {
     plan.token_blocks = ceil_div(s.tokens, at_once);
@@ -51,16 +51,16 @@ bool cut_rows(const ProductAlgorithm& algorithm, const ProductShape& s, int64_t 
   }
 }
 
-// Blocks of fewer tokens decode the same weights more often, and below 16 that shows. Parts of K
-// decode nothing twice, but their sums go through memory, once for each part: they have to be
-// worth it, and 32 tokens' sums of a row block are as much as stays in L1 beside the rest.  A
-// matrix unit multiplies about four times as much in the same time, and reads tiles of tokens.
+// First blocks get fewer tokens: each block decodes the weights again, which shows below 16 tokens.
+// Then K is cut: no part decodes what another does, but the sums of every part go through memory,
+// so a part needs enough work, and the sums of 32 tokens are as much as stays in L1. A matrix unit
+// multiplies about four times as much in the same time, and reads tiles of tokens.
 void cut_for_threads(const ProductShape& s, int64_t threads, ProductPlan& best) {
   constexpr int64_t kMinTokens = 16, kMaxParts = 8, kUnitsPerThread = 8;
   if (threads == 1) return;
   const ProductBlocking blocking = best.blocking;
   best.token_blocks = ceil_div(s.tokens, blocking.tokens);
-  int64_t best_units = best.token_blocks * s.row_blocks;  // units of the best
+  int64_t best_units = best.token_blocks * s.row_blocks;
   if (best_units == 0 || end_together(best_units, threads)) return;
   const int64_t min_macs = blocking.kernel_stores ? 4 * kMinMacs : kMinMacs;
   const int64_t min_tokens = std::max(kMinTokens, blocking.token_tile);
@@ -133,7 +133,7 @@ ProductPlan plan_product(const KernelTable& kernels, const ProductShape& shape, 
     plan.blocking = plan.algorithm->blocking(s);
   }
   cut_for_threads(s, threads, plan);
-  if (!plan.blocking.is_special()) {  // each call takes its own
+  if (!plan.blocking.is_special()) {  // each call chooses its algorithm
     const int64_t blocks = std::max(plan.token_blocks, ceil_div(s.tokens, plan.blocking.tokens));
     s.tokens =
         tokens_of_block(s.tokens, std::max<int64_t>(blocks, 1), plan.blocking.token_multiple);

@@ -11,34 +11,34 @@
 
 namespace bitnet::engine {
 
-// How a product is made. token_blocks 0: as `blocking` says, which is best for one thread. A part
-// of K has at least 64 k, or the smallest number of k that the matrix unit takes.
+// How a product is made. token_blocks 0: `blocking` alone cuts the tokens, which is best for one
+// thread. A part of K has at least 64 k, or as many as the matrix unit needs.
 struct ProductPlan {
-  const ProductAlgorithm* algorithm = nullptr;  // of the cut; calls of other shapes may take others
+  const ProductAlgorithm* algorithm = nullptr;  // of the cut; calls of another shape may differ
   ProductBlocking blocking = {};
   int64_t token_blocks = 0, k_parts = 1;
-  int64_t row_parts = 1;        // of an algorithm that wants equal parts of all rows, at least
+  int64_t row_parts = 1;        // at least, where the algorithm wants equal parts of all rows
   int64_t cells = 0, sums = 0;  // sizes of PartSums, if there is more than one part of K
 
   bool by_tables() const { return blocking.scratch_bytes != 0; }
 };
 
-// Of a job's call, without memory.
+// The shape of one job, without scratch.
 ProductShape shape_of(const ProductJob& job);
 
 // The row of the list that this CPU takes for the shape; see tune.h.
 const ProductAlgorithm& algorithm_for(const KernelTable& kernels, const ProductShape& shape);
 
-// The algorithm, and the coarsest cut that has enough units for all threads to end together. Blocks
-// get fewer tokens first; then K is cut.
+// The algorithm, and the coarsest cut with enough units for all threads to end at the same time:
+// first blocks get fewer tokens, then K is cut.
 ProductPlan plan_product(const KernelTable& kernels, const ProductShape& shape, int64_t threads);
 
-// The same of one matrix of whole rows, in any layout.
+// The same for one matrix of whole rows, in any layout.
 ProductPlan plan_matrix(const KernelTable& kernels, layout::WeightFormat format, int64_t n_rows,
                         int64_t k, bool grouped, int64_t tokens, int64_t threads);
 
-// Tokens of a tile in which products of tiles without scales of groups want so many tokens; 0: in
-// row-major order.
+// How many tokens lie together in a tile when products without scales of groups read `tokens`
+// tokens; 0: tokens lie in row-major order.
 int64_t token_tile(const KernelTable& kernels, int64_t tokens, int64_t k);
 
 // The row of that name; null: the list has none.
@@ -47,18 +47,17 @@ const ProductAlgorithm* find_algorithm(const KernelTable& kernels, std::string_v
 // The names of all rows of this build's lists.
 std::vector<std::string> product_names();
 
-// The row that a person wants taken wherever it can be (BITNET_OPS_TUNING=product=name); empty:
-// none. Throws std::runtime_error where the name is in no list.
+// The row that BITNET_OPS_TUNING=product=NAME forces wherever it can run; empty: none. Throws
+// std::runtime_error if no list has the name.
 const std::string& forced_product();
 
 // The row whose products need memory; null: the list has none.
 const ProductAlgorithm* tables_of(const KernelTable& kernels);
 
-// Tokens of a block when they are cut into about so many, in whole tiles.
+// Tokens of a block, in whole tiles, when `tokens` are cut into about `blocks`.
 int64_t tokens_of_block(int64_t tokens, int64_t blocks, int64_t tile);
 
-// A part of K is of at most so many tokens: 32 tokens' sums of a row block stay in L1 beside the
-// rest.
+// The most tokens of a part of K: their sums of a row block stay in L1 beside the rest.
 inline constexpr int64_t kMaxPartTokens = 32;
 
 }  // namespace bitnet::engine

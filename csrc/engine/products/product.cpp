@@ -15,13 +15,13 @@ namespace {
 
 int64_t ceil_div(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
-// A total in the fewest parts of at most so many, as equal as can be.
+// The size of a part if `total` is cut into the fewest equal parts of at most `max`.
 int64_t even_part(int64_t total, int64_t max) {
   return total <= max ? std::max<int64_t>(total, 1) : ceil_div(total, ceil_div(total, max));
 }
 
-// Memory of this thread for the kernels, made at its first product by tables: a plan does not know
-// how many threads will come. A call that gets none does without.
+// This thread's memory for products by tables, made at its first one, because a plan does not know
+// how many threads will run it. Null if there is none: the call does without.
 void* thread_scratch(int64_t bytes) {
   thread_local Workspace workspace;
   try {
@@ -136,8 +136,8 @@ void Product::run(int64_t begin, int64_t end) const {
   }
 }
 
-// A run of consecutive units reads consecutive weights: whole row blocks, each for all tokens, as
-// far as they go.
+// Consecutive units read consecutive weights: whole row blocks, as many as there are, each for all
+// tokens.
 void Product::run_rows_outermost(const Projection& p, int64_t begin, int64_t end) const {
   const int64_t max = row_blocks_at_once(*p.weight);
   while (begin < end) {
@@ -188,7 +188,7 @@ int64_t Product::part_begin(const Weight& weight, int64_t part) const {
   return steps * part / k_parts_ * kTokenStep;
 }
 
-// The first part has the tokens' sums, which are to be taken off once.
+// The tokens' sums are subtracted once, so only the first part gets them.
 void Product::multiply_part(const Projection& p, int64_t block, int64_t cell, int64_t part) const {
   static constexpr int32_t kNoSums[kMaxPartTokens] = {};
   const int64_t size = sums_of_part();
@@ -207,7 +207,7 @@ void Product::multiply_part(const Projection& p, int64_t block, int64_t cell, in
   run_job(job, nullptr);
   std::atomic_ref<int32_t> done(parts_.done[cell]);
   if (done.fetch_add(1, std::memory_order_acq_rel) + 1 != k_parts_) return;
-  done.store(0, std::memory_order_relaxed);  // the end of the stage tells the others
+  done.store(0, std::memory_order_relaxed);  // others read it after the stage
   const int64_t count = job.tokens * job.out_stride;
   for (int64_t other = 1; other < k_parts_; ++other) {
     const int32_t* from = sums + other * size;
@@ -221,7 +221,7 @@ void Product::multiply(const Projection& p, int64_t block, int64_t blocks,
                        int64_t token_block) const {
   alignas(64) int32_t sums[kMaxProductSums];
   const ProductPart part = part_of(p, block, blocks, token_block);
-  if (part.tokens <= 0) return;  // blocks of whole tiles may be fewer
+  if (part.tokens <= 0) return;  // blocks of whole tiles may leave none for the last ones
   if (p.grouped()) return multiply_grouped(p, part);
   ProductJob job = job_of(*p.weight, x_, part);
   job.sums = sums;
@@ -254,7 +254,7 @@ EpilogueJob Product::epilogue_of(const Projection& p, const ProductJob& job,
   return out;
 }
 
-// From `row` on; which sums, and how many, the caller adds.
+// The epilogue of one token from `row` on; the caller fills in the sums and their number.
 EpilogueJob Product::epilogue_at(const Projection& p, int64_t row, int64_t token) const {
   EpilogueJob out{
       .sums = nullptr,
@@ -275,7 +275,7 @@ EpilogueJob Product::epilogue_at(const Projection& p, int64_t row, int64_t token
   return out;
 }
 
-// Panels are more rows than row blocks, so of several units one has the work.
+// A panel has more rows than a row block, so some units have no panel.
 void Product::run_columns(const ColumnsRead& read, int64_t begin, int64_t end) const {
   constexpr int64_t kRows = layout::kColumnRows, kAtOnce = 16;
   const Projection& p = projections_[0];
@@ -300,8 +300,8 @@ void Product::run_columns(const ColumnsRead& read, int64_t begin, int64_t end) c
   }
 }
 
-// Values of a call stay in L1; those of tables of sums lie behind their scratch, or without scratch
-// are made in pieces.
+// The values of a call stay in L1. Products by tables have more of them: they lie behind the
+// scratch, or are made in pieces if there is no scratch.
 void Product::multiply_grouped(const Projection& p, const ProductPart& part) const {
   constexpr int64_t kPieceTokens = 64;
   alignas(64) float few[kMaxProductSums];

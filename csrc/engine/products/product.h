@@ -39,7 +39,7 @@ Projection make_projection(const Weight& weight, const float* scale, int64_t sca
 // Exact int32 sums [tokens, n_rows].
 Projection make_sums(const Weight& weight, int32_t* out);
 
-// The shape of projections of the same tokens, so many of them with `planes` planes.
+// The shape of `count` projections of the same tokens, which have `planes` planes.
 ProductShape shape_of(const Projection* projections, int64_t count, int64_t tokens, int64_t planes);
 
 // Sums of the parts of K. A cell is a row block x a block of tokens.
@@ -68,7 +68,7 @@ class Product {
 
   ClaimRule claim() const;
   void run(int64_t begin, int64_t end) const;
-  // The same of one projection and one token by its columns: the panels whose turn those units are.
+  // The same for one projection of one token, by columns: these units' share of the panels.
   void run_columns(const ColumnsRead& read, int64_t begin, int64_t end) const;
   // The weights of a unit.
   const void* weights_of(int64_t unit) const;
@@ -79,13 +79,13 @@ class Product {
   void run_rows_outermost(const Projection& p, int64_t begin, int64_t end) const;
   void run_tokens_outermost(int64_t begin, int64_t end) const;
   void run_parts(int64_t begin, int64_t end) const;
-  // The projection that row block `block` of all belongs to; `block` becomes its number in there.
+  // The projection that has row block `block` of all; `block` becomes its number in it.
   const Projection& find(int64_t& block) const;
   int64_t sums_of_part() const { return max_block_rows_ * block_tokens_; }
   int64_t part_begin(const Weight& weight, int64_t part) const;
   ProductPart part_of(const Projection& p, int64_t block, int64_t blocks,
                       int64_t token_block) const;
-  // By the plan's algorithm where all calls take it, else by the usual one of the job.
+  // By the plan's algorithm if it makes all calls, else by the usual one for the job.
   void run_job(const ProductJob& job, const EpilogueJob* epilogue) const;
   void multiply(const Projection& p, int64_t block, int64_t blocks, int64_t token_block) const;
   void multiply_part(const Projection& p, int64_t block, int64_t cell, int64_t part) const;
@@ -101,11 +101,11 @@ class Product {
   const QuantizedTokens& x_;
   const Projection* projections_;
   int64_t count_;
-  const ProductAlgorithm* algorithm_;  // null: each call takes its own
+  const ProductAlgorithm* algorithm_;  // null: each call chooses one
   ProductBlocking blocking_;
   PartSums parts_;
   int64_t row_blocks_ = 0, max_block_rows_ = 1;
-  bool is_split_;                        // units of a finer cut, taken singly
+  bool is_split_;                        // cut into smaller units, which are claimed one by one
   int64_t token_blocks_, block_tokens_;  // nearly equal, so that more tokens never cost less
   int64_t k_parts_;
 };

@@ -17,8 +17,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Where a CPU that was timed differs from the usual order of an ISA's list: such a row is passed
-// over there.
+// A row that is slow on a CPU that was timed, against the usual order of the ISA's list: it is not
+// taken there.
 struct Prior {
   const char* cpu;  // of runtime/tuning.cpp
   const char* isa;  // empty: of any list
@@ -26,9 +26,9 @@ struct Prior {
   WeightFormat format;
 };
 constexpr Prior kPriors[] = {
-    // ports of their own for decoding: a panel saves nothing
+    // other ports do the decoding, so a panel saves nothing
     {"AMD Zen 3 or 4", "avx512_vnni", "panel", WeightFormat::kTwoBit},
-    // two ports for all 512-bit instructions, so that fewer of any kind win
+    // all 512-bit instructions share two ports, so fewer instructions win
     {"Intel Sapphire or Emerald Rapids", "", "wide", WeightFormat::kBase3},
 };
 
@@ -42,7 +42,7 @@ bool passed_over(const KernelTable& kernels, const ProductAlgorithm& row, Weight
 // Weights, tokens and results of a sample stay in L2, so that times do not depend on other cores.
 constexpr int64_t kRows = 1024, kK = 1024;
 
-// A product of the shape's kind, with as many tokens as its place begins with.
+// A product of the shape's kind, with the fewest tokens that share its place.
 ProductShape sample_of(const KernelTable& kernels, const ProductShape& shape) {
   const int64_t from = ProductChoices::kFrom[ProductChoices::place_of(shape)];
   const layout::WeightLayout& layout = layout::layout_of(shape.format);
@@ -60,17 +60,16 @@ bool needs_scratch(const ProductAlgorithm& row, ProductShape sample) {
   return row.blocking(sample).scratch_bytes != 0;
 }
 
-// Of all rows that take the sample: the first that is usual, and for CPUs with priors not passed
-// over.
+// The first row that is usual for the sample and that no prior of this CPU rejects.
 const ProductAlgorithm* known_row(const KernelTable& kernels, const ProductShape& sample) {
   const ProductAlgorithm* row = kernels.products;
   while (!row->usual(sample) || passed_over(kernels, *row, sample.format)) ++row;
   return row;
 }
 
-// The first that is usual without scratch, then the others. No others where the row wants its
-// tokens in tiles, an order that all products of the same tokens share; nor for one token, whose
-// weights come from memory, which a sample does not show.
+// The usual row without scratch, then the others. There are no others if that row wants its tokens
+// in tiles, since all products of the same tokens share their order; nor for one token, because its
+// weights come from memory and those of a sample from L2.
 std::vector<const ProductAlgorithm*> candidates(const KernelTable& kernels,
                                                 const ProductShape& sample) {
   std::vector<const ProductAlgorithm*> rows = {known_row(kernels, sample)};
@@ -88,7 +87,7 @@ std::vector<const ProductAlgorithm*> candidates(const KernelTable& kernels,
   return rows;
 }
 
-// Uniform numbers below 2^16: tables gain less where rows share their lines.
+// Uniform numbers below 2^16, because tables gain less if rows share their lines.
 class Numbers {
  public:
   uint32_t next() { return (state_ = state_ * 1664525 + 1013904223) >> 16; }

@@ -1,7 +1,6 @@
-// Which row of its list each kind of product takes on this CPU (kernels/products.h,
-// ProductChoices): by what is known of CPUs that were timed, or by a measurement at the first
-// product of the kind. Every row gives the same bits, so a wrong choice costs time and nothing
-// else.
+// Which row of the list each kind of product takes on this CPU (kernels/products.h,
+// ProductChoices): priors of CPUs that were timed decide, or a measurement at the first product of
+// the kind. Every row gives the same bits, so a wrong choice costs only time.
 #pragma once
 
 #include <vector>
@@ -20,11 +19,11 @@ struct RowTime {
   double seconds[2];  // the shortest of two independent series of turns
 };
 
-// Every row that could make products like this one, timed now on a sample of them; the first is the
-// one that is taken unless another is faster. Empty where there is nothing to choose, or no memory.
+// Every row that could make products like this one, timed now on a sample. The first one is taken
+// unless another is faster. Empty if there is nothing to choose, or no memory.
 std::vector<RowTime> time_products(const KernelTable& kernels, const ProductShape& shape);
 
-// Of those: the fastest, unless it gains less than 5 % on the first, or nothing in one series.
+// The fastest of these; the first if the fastest gains less than 5 %, or gains in one series alone.
 const ProductAlgorithm* fastest(const std::vector<RowTime>& times);
 
 }  // namespace bitnet::engine

@@ -24,7 +24,7 @@ int64_t rounded_up(int64_t bytes) {
 int64_t whole_lines(int64_t floats) { return (floats + 15) / 16 * 16; }
 
 // Whether the logits of all tokens are wanted, in their order.
-bool keeps_all(const Batch& batch) {
+bool wants_all_logits(const Batch& batch) {
   bool all = batch.logit_count == batch.tokens;
   for (int64_t j = 0; all && j < batch.tokens; ++j) all = batch.logit_rows[j] == j;
   return all;
@@ -53,16 +53,16 @@ void take_memory(BumpAllocator& memory, Step& s, bool all_rows, int64_t sums, in
   const Batch& batch = s.batch;
   const int64_t hidden = s.settings().hidden;
   s.x = memory.take<float>(batch.tokens * hidden);
-  s.kept = all_rows ? s.x : memory.take<float>(batch.logit_count * hidden);
+  s.logit_x = all_rows ? s.x : memory.take<float>(batch.logit_count * hidden);
   int64_t angles = 0;
   for (const NamedRope& rope : s.program->ropes()) angles += rope.dim;
   s.cos_sin = memory.take<float>(angles * batch.tokens);
   s.parts = {memory.take<int32_t>(sums), memory.take<int32_t>(cells)};
   s.shared = take_input(memory, s, s.splits_norms);
-  s.own = memory.take<StageInput>(s.partitions);
+  s.thread_inputs = memory.take<StageInput>(s.partitions);
   for (int64_t p = 0; p < s.partitions; ++p) {
-    const StageInput own = take_input(memory, s, !s.splits_norms);
-    if (s.own != nullptr) s.own[p] = own;
+    const StageInput input = take_input(memory, s, !s.splits_norms);
+    if (s.thread_inputs != nullptr) s.thread_inputs[p] = input;
   }
 }
 
@@ -92,16 +92,16 @@ int64_t partitions_of(const Step& s) {
 }
 
 // Whose tokens have adapters, in the order in which stages take them.
-void group_adapters(Step& s, std::vector<int64_t>& kept) {
+void group_adapters(Step& s, std::vector<int64_t>& wanted) {
   const Batch& batch = s.batch;
   const bool any =
       batch.adapters != nullptr && std::any_of(batch.adapters, batch.adapters + batch.tokens,
                                                [](int64_t adapter) { return adapter >= 0; });
   s.adapters.build(batch.adapters, any ? batch.tokens : 0);
-  kept.clear();
+  wanted.clear();
   for (int64_t j = 0; any && j < batch.logit_count; ++j)
-    kept.push_back(batch.adapters[batch.logit_rows[j]]);
-  s.kept_adapters.build(kept.data(), static_cast<int64_t>(kept.size()));
+    wanted.push_back(batch.adapters[batch.logit_rows[j]]);
+  s.logit_adapters.build(wanted.data(), static_cast<int64_t>(wanted.size()));
   s.max_rank = 0;
   for (const Linear* linear : s.program->linears()) {
     for (const AdapterGroups::Group& group : s.adapters.groups())
@@ -140,10 +140,10 @@ void Step::fill_token(int64_t token) const {
   }
 }
 
-void Step::keep_row(int64_t j) const {
-  if (kept == x) return;
+void Step::copy_logit_row(int64_t j) const {
+  if (logit_x == x) return;
   const int64_t hidden = settings().hidden;
-  std::copy_n(x + batch.logit_rows[j] * hidden, hidden, kept + j * hidden);
+  std::copy_n(x + batch.logit_rows[j] * hidden, hidden, logit_x + j * hidden);
 }
 
 void Plan::clear() {
@@ -195,11 +195,11 @@ PlanBuilder::PlanBuilder(Step& step, Plan& plan,
       lasting_(lasting),
       scratch_(scratch) {
   rows_ = {step.batch.tokens, step.x, &step.adapters, false};
-  if (step.program->last_mixer() < 0) keep_rows();
+  if (step.program->last_mixer() < 0) select_logit_rows();
 }
 
-void PlanBuilder::keep_rows() {
-  rows_ = {step_.batch.logit_count, step_.kept, &step_.kept_adapters, true};
+void PlanBuilder::select_logit_rows() {
+  rows_ = {step_.batch.logit_count, step_.logit_x, &step_.logit_adapters, true};
 }
 
 void PlanBuilder::append_blocks() {
@@ -256,7 +256,7 @@ void prepare_step(StepState& state, const Program& program, int64_t program_id, 
   s.batch = batch;
   s.partitions = partitions == 0 ? partitions_of(s) : partitions;
   s.splits_norms = s.partitions > 1 && batch.tokens > 2;
-  group_adapters(s, state.kept_adapters);
+  group_adapters(s, state.logit_adapters);
   s.attention.clear();
   for (const AttentionKind& kind : program.attention_kinds()) {
     s.attention.add(shape_of(s, kind), batch.sequences, s.partitions);
@@ -267,7 +267,7 @@ void prepare_step(StepState& state, const Program& program, int64_t program_id, 
   for (const auto& block : state.blocks) {
     if (block != nullptr) block->begin(s);
   }
-  const bool all_rows = keeps_all(batch);
+  const bool all_rows = wants_all_logits(batch);
   const PlanKey key{program_id, batch.tokens, batch.logit_count, s.partitions, all_rows};
   // what adapters add is told by the adapters of every token
   const bool plain = s.adapters.with_adapter() == 0;
@@ -279,17 +279,17 @@ void prepare_step(StepState& state, const Program& program, int64_t program_id, 
   }
   // Attention's own memory grows with the context, so it lies apart.
   const int64_t shared = whole_lines(s.attention.shared_floats());
-  const int64_t own = whole_lines(s.attention.thread_floats());
-  const auto bytes = (shared + s.partitions * own) * static_cast<int64_t>(sizeof(float));
+  const int64_t of_thread = whole_lines(s.attention.thread_floats());
+  const auto bytes = (shared + s.partitions * of_thread) * static_cast<int64_t>(sizeof(float));
   s.attention_shared = reinterpret_cast<float*>(state.attention_memory.reserve(rounded_up(bytes)));
   for (int64_t p = 0; p < s.partitions; ++p)
-    s.own[p].attention = s.attention_shared + shared + p * own;
+    s.thread_inputs[p].attention = s.attention_shared + shared + p * of_thread;
   s.attention.prepare(s.attention_shared);
   std::fill_n(s.parts.done, state.cells, 0);
   state.plan.update_units();
   if (!state.unfilled) return;
   for (int64_t token = 0; token < batch.tokens; ++token) s.fill_token(token);
-  for (int64_t j = 0; program.last_mixer() < 0 && j < batch.logit_count; ++j) s.keep_row(j);
+  for (int64_t j = 0; program.last_mixer() < 0 && j < batch.logit_count; ++j) s.copy_logit_row(j);
 }
 
 // A plan that measures its stages.

@@ -78,24 +78,24 @@ struct Step {
   std::vector<int64_t> filled_pages;  // whose bounds are to be made, where a block chooses pages
   AttentionPlans attention;           // one for each of Program::attention_kinds()
   // Tokens with an adapter: of all, and of those whose logits are wanted.
-  AdapterGroups adapters, kept_adapters;
+  AdapterGroups adapters, logit_adapters;
   int64_t max_rank = 0;  // of the adapters of the step
   float* x = nullptr;    // [tokens, hidden], the residual stream
   // [logit_count, hidden]: the same behind the last block that mixes tokens; x itself where every
   // token's logits are wanted.
-  float* kept = nullptr;
+  float* logit_x = nullptr;
   float* cos_sin = nullptr;  // [ropes, tokens, dim of each]
   PartSums parts;            // of the stage that runs
   float* attention_shared = nullptr;
   StageInput shared;
-  StageInput* own = nullptr;  // [partitions]
+  StageInput* thread_inputs = nullptr;  // [partitions]
 
   const Settings& settings() const { return program->settings(); }
-  bool keeps_all() const { return kept == x; }
+  bool wants_all_logits() const { return logit_x == x; }
   // A token's row of x from the batch, and its angles.
   void fill_token(int64_t token) const;
-  // Row j of `kept` from x.
-  void keep_row(int64_t j) const;
+  // Row j of `logit_x` from x.
+  void copy_logit_row(int64_t j) const;
   // Angles of a token for one of the program's ropes: cosines, then sines.
   float* angles(int64_t rope, int64_t token) const;
 };
@@ -105,7 +105,7 @@ struct StepRows {
   int64_t count;
   float* residual;  // [count, hidden]
   const AdapterGroups* adapters;
-  bool kept;  // those whose logits are wanted; row j is then token logit_rows[j]
+  bool are_logit_rows;  // those whose logits are wanted; row j is then token logit_rows[j]
 };
 
 // The work of a stage, called by several threads at once: nothing here throws or allocates.
@@ -196,8 +196,8 @@ class PlanBuilder {
   // Scratch for values of Settings::type.
   void* activations(int64_t count) { return scratch<char>(count * element_size(settings().type)); }
   // Whether only rows whose logits are wanted go on behind this block's mixing of tokens.
-  bool keeps_rows_next() const { return block_ == step_.program->last_mixer(); }
-  void keep_rows();
+  bool selects_logit_rows() const { return block_ == step_.program->last_mixer(); }
+  void select_logit_rows();
 
   template <class Work, class... Args>
   const Work* make(Args&&... args) {
@@ -249,7 +249,7 @@ struct StepState {
   Plan plan;
   StagedExecutor executor;
   Workspace memory, attention_memory;
-  std::vector<int64_t> kept_adapters;
+  std::vector<int64_t> logit_adapters;
   PlanKey key;              // of the plan, if it can be used again
   bool keeps_plan = false;  // whether it can
   bool unfilled = false;    // whether no stage of the plan fills x

@@ -9,7 +9,7 @@ namespace {
 
 int64_t float_bytes(int64_t n) { return n * static_cast<int64_t>(sizeof(float)); }
 
-// The job's row but for its codes.
+// Normalises the row of a job, without making its codes.
 void normalise_row(const KernelTable& kernels, const NormJob& job) {
   if (job.y != job.x) std::memcpy(job.y, job.x, static_cast<size_t>(float_bytes(job.n)));
   kernels.round_row(job.type, job.y, job.n);
@@ -24,14 +24,14 @@ class Products final : public StageWork {
 
   void prepare(int64_t slot) const override {
     if (step_.splits_norms) return;
-    const StageInput& own = step_.own[slot];
-    for (int64_t j = 0; j < rows_.count; ++j) load_token(j, own.row, own);
+    const StageInput& input = step_.thread_inputs[slot];
+    for (int64_t j = 0; j < rows_.count; ++j) load_token(j, input.row, input);
     if (lists_) list_codes(slot);
   }
   void run(int64_t begin, int64_t end, int64_t slot) const override;
   const void* weights_of(int64_t unit) const override;
 
-  // Row j as the products read it.
+  // Makes row j as the products read it.
   void load_token(int64_t j, float* row, const StageInput& to) const;
   int64_t units() const override;
   ClaimRule claim() const;
@@ -44,7 +44,7 @@ class Products final : public StageWork {
   struct Part {
     const Linear* linear;
     void* out;        // null: rounded, it is added to the residual
-    bool side;        // whether a token of the step has an adapter here
+    bool side;        // some token of the step has an adapter for this projection
     float* inner;     // [tokens with an adapter, max_rank]
     float* residual;  // what LoRA adds its outputs to; null: they stay in `out`
   };
@@ -62,9 +62,9 @@ class Products final : public StageWork {
     const AdapterGroups& with = *rows_.adapters;
     return with.with_adapter() != 0 && with.place(j) < with.with_adapter();
   }
-  void enter_input(int64_t j, const NormJob& job, int i, const StageInput& to) const;
-  // Calls f with each product over the tokens of `from`: one of all projections, or one of each
-  // where they have inputs of their own.
+  void load_input(int64_t j, const NormJob& job, int i, const StageInput& to) const;
+  // Calls f with each product over the tokens of `from`: one for all projections, or one for each
+  // if every projection has its own input.
   template <class F>
   void for_each_product(const StageInput& from, F&& f) const;
   LoraProjection side(const Part& part, const StageInput& from) const;
@@ -79,7 +79,7 @@ class Products final : public StageWork {
   int count_ = 0;
   const ActivationSparsity* sparsity_;
   bool own_norms_, grouped_, any_side_ = false;
-  bool lists_ = false;  // whether the codes of the one token that are not 0 are listed
+  bool lists_ = false;  // whether to list the codes that are not 0 (of the only token)
   CodeLists code_lists_;
   ZeroCounts* zeros_;
   Part parts_[StageInput::kMax];
@@ -118,11 +118,11 @@ Products::Products(PlanBuilder& plan, const RowSource* source, ActivationFormat 
                       side && residual ? rows_.residual : nullptr};
     projections_[count_++] = linear.into(out);
   }
-  // threads that share tokens have no list of their own
+  // each thread needs a list of its own, so threads that share tokens cannot have one
   lists_ = step_.batch.tokens == 1 && rows_.count == 1 && parts_[0].linear->columns != nullptr;
   if (lists_) code_lists_ = CodeLists(plan, parts_[0].linear->k);
   ProductShape shape = shape_of(projections_, count_, rows_.count, planes_of(format_));
-  // products with inputs of their own are several, and their cells would have to be told apart
+  // one product for each input: with parts of K their cells would get mixed up
   shape.splits_k = !shape.row_major() && (!own_norms_ || count_ == 1);
   plan_ = plan_product(*step_.kernels, shape, step_.partitions);
   plan.need_parts(plan_);
@@ -156,17 +156,17 @@ void Products::for_each_product(const StageInput& from, F&& f) const {
 
 void Products::load_token(int64_t j, float* row, const StageInput& to) const {
   if (!own_norms_ && !has_adapter(j) && quantizes_at_once(tokens_of(to, 0), 0))
-    return enter_input(j, source_->codes_job(j, row), 0, to);
+    return load_input(j, source_->codes_job(j, row), 0, to);
   const NormJob job = source_->job(j, row);
-  if (!own_norms_) return enter_input(j, job, 0, to);
+  if (!own_norms_) return load_input(j, job, 0, to);
   normalise_row(*step_.kernels, job);
   const float eps = step_.settings().linear_eps;
-  for (int i = 0; i < count_; ++i) {  // others need the row as it is
-    enter_input(j, {row, job.n, job.type, parts_[i].linear->norm, eps, row + job.n}, i, to);
+  for (int i = 0; i < count_; ++i) {  // the other projections need the row unchanged
+    load_input(j, {row, job.n, job.type, parts_[i].linear->norm, eps, row + job.n}, i, to);
   }
 }
 
-void Products::enter_input(int64_t j, const NormJob& job, int i, const StageInput& to) const {
+void Products::load_input(int64_t j, const NormJob& job, int i, const StageInput& to) const {
   const KernelTable& kernels = *step_.kernels;
   const QuantizedTokens x = tokens_of(to, i);
   const Signs& signs = parts_[i].linear->signs;
@@ -188,7 +188,7 @@ void Products::enter_input(int64_t j, const NormJob& job, int i, const StageInpu
 }
 
 void Products::list_codes(int64_t slot) const {
-  const QuantizedTokens x = tokens_of(step_.own[slot], 0);
+  const QuantizedTokens x = tokens_of(step_.thread_inputs[slot], 0);
   const CodeList list = code_lists_.of(slot);
   *list.count = step_.kernels->list_nonzero(x.token(0), x.k, list.at, list.codes);
   zeros_->add(slot, x.k, reads_columns(list) ? x.k - *list.count : 0);
@@ -251,7 +251,7 @@ void within(int64_t begin, int64_t end, int64_t units, int64_t& offset, F&& f) {
 }
 
 void Products::run(int64_t begin, int64_t end, int64_t slot) const {
-  const StageInput& from = step_.splits_norms ? step_.shared : step_.own[slot];
+  const StageInput& from = step_.splits_norms ? step_.shared : step_.thread_inputs[slot];
   int64_t offset = 0;
   for_each_side(from, [&](const LoraProjection& p) {
     within(begin, end, engine::shrink_units(*rows_.adapters, p), offset,
@@ -297,7 +297,7 @@ void Products::expand(int64_t begin, int64_t end) const {
   });
 }
 
-// Unit: a row, which enters the input that all threads share.
+// Unit: a row, which is made for all threads.
 class Norms final : public StageWork {
  public:
   Norms(const Products* products, bool fills) : products_(*products), fills_(fills) {}
@@ -305,7 +305,7 @@ class Norms final : public StageWork {
     const Step& step = products_.step();
     for (int64_t j = begin; j < end; ++j) {
       if (fills_) step.fill_token(j);
-      products_.load_token(j, step.own[slot].row, step.shared);
+      products_.load_token(j, step.thread_inputs[slot].row, step.shared);
     }
   }
 
@@ -331,7 +331,7 @@ class AddNormed final : public StageWork {
   void run(int64_t begin, int64_t end, int64_t slot) const override {
     const KernelTable& kernels = *step_.kernels;
     const auto [n, type] = std::pair{step_.settings().hidden, step_.settings().type};
-    float* row = step_.own[slot].row;
+    float* row = step_.thread_inputs[slot].row;
     for (int64_t j = begin; j < end; ++j) {
       load_values(kernels, type, y_, j * n, n, row);
       apply_norm(kernels, norm_, type, n, row);
@@ -352,7 +352,7 @@ void append(PlanBuilder& plan, const StageNames& names, const Products* products
   const int64_t count = plan.rows().count;
   if (count == 0) return;
   if (step.splits_norms) {
-    const bool fills = !plan.rows().kept && plan.take_filling();
+    const bool fills = !plan.rows().are_logit_rows && plan.take_filling();
     plan.add({names.norm, plan.make<Norms>(products, fills), count, {1, 64}});
   }
   plan.add({names.product, products, products->units(), products->claim(), true});

@@ -1,5 +1,5 @@
 // Ternary products as stages of a plan: tokens are normalised and quantised, multiplied by one to
-// three projections, and what adapters add follows. Every block with projections is made of these.
+// three projections, and adapters add their products. Every block with projections uses these.
 #pragma once
 
 #include <initializer_list>
@@ -9,13 +9,13 @@
 
 namespace bitnet::engine {
 
-// Where the rows come from that products multiply. A row may be made anew by every thread.
+// Makes the rows that products multiply. Several threads may each make the same row.
 class RowSource {
  public:
-  // Row j as a norm to be taken: x, n, weight and eps; x is made in `row` where it does not lie
-  // somewhere. job.y is `row`.
+  // The norm that makes row j: x, n, weight and eps. x is made in `row` if it is not in memory yet.
+  // job.y is `row`.
   virtual NormJob job(int64_t j, float* row) const = 0;
-  // The same row where only its codes are wanted: x may be left to the kernel.
+  // The same if only the codes of the row are wanted: the kernel may make x itself.
   virtual NormJob codes_job(int64_t j, float* row) const {
     NormJob made = job(j, row);
     made.codes_only = true;
@@ -26,7 +26,7 @@ class RowSource {
   ~RowSource() = default;
 };
 
-// Rows of float32 [count, n] with a norm. tokens: which row of x each is; null: the same.
+// Rows of float32 [count, n] with a norm. tokens: the row of x for each; null: row j is row j of x.
 class NormedRows final : public RowSource {
  public:
   NormedRows(const float* x, int64_t n, const Norm& norm, DType type,
@@ -54,12 +54,12 @@ struct Target {
   void* out;  // [rows of the stage, linear's rows] of Settings::type
 };
 
-// The projections' results, each in its place.
+// Every target gets the results of its projection.
 void append_products(PlanBuilder& plan, const StageNames& names, const RowSource* source,
                      ActivationFormat format, std::initializer_list<Target> targets);
 
 // One projection whose results, normalised if `post` has a weight, are added to the residual.
-// sparsity: of its input; null: none. zeros: of a projection with columns, else null.
+// sparsity: of its input, may be null. zeros: null unless the projection has columns.
 void append_added(PlanBuilder& plan, const StageNames& names, const char* post_name,
                   const RowSource* source, ActivationFormat format, const Linear& linear,
                   const Norm& post, const ActivationSparsity* sparsity = nullptr,

@@ -122,7 +122,8 @@ ActivationSparsity Binding::sparsity(Linear& linear) {
   if (linear.scaled.grouped())
     keys.fail("sparsity", "absent, for " + linear.name + " has scales of groups", "it");
   if (linear.signs.block != 0)
-    keys.fail("sparsity", "absent, for the input of " + linear.name + " is rotated", "it");
+    keys.fail("sparsity", "absent, for the input of " + linear.name + " has a Hadamard transform",
+              "it");
   if (!s.skips) return s;
   if (linear.k > layout::kTileMaxK)
     keys.fail("sparsity", "absent, for " + linear.name + " has more than 32768 inputs", "it");

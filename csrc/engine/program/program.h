@@ -59,8 +59,8 @@ class TensorSource {
   // NAME.weight and NAME.weight_scale of a ternary matrix rows x k, and NAME.bias if there is one.
   // `scaled` becomes their projection, but for its weight and where its results go.
   virtual Weight linear(const std::string& name, int64_t rows, int64_t k, Projection& scaled) = 0;
-  // The signs of NAME's rotated input of k features, NAME.signs float32 [k / block, block]; none
-  // where there is no such tensor.
+  // The signs of the Hadamard transform of NAME's input of k features, NAME.signs float32 [k /
+  // block, block]; none where there is no such tensor.
   virtual Signs signs(const std::string& name, int64_t k) = 0;
   // NAME.columns, the matrix NAME as columns (format/layout.h).
   virtual const uint8_t* columns(const std::string& name, int64_t rows, int64_t k) = 0;
@@ -91,12 +91,12 @@ struct NamedRope {
   Rope rope;
 };
 
-// What attention blocks differ in but for their weights. A step has one attention plan for each.
+// Attention blocks of one kind differ only in their weights. A step has one plan for each kind.
 struct AttentionKind {
   int64_t heads;
   float scale;
   AttentionPolicy policy;
-  int64_t layers;  // how many blocks are of it
+  int64_t layers;  // how many blocks are of this kind
 };
 
 // A ternary projection with what belongs to it.
@@ -104,12 +104,12 @@ struct Linear {
   std::string name;
   int64_t rows, k;
   Weight weight;
-  Projection scaled;                 // but for its weight and where its results go
-  const float* norm;                 // [k], of its own input; null: none
-  Signs signs;                       // of its own input, behind the norm
+  Projection scaled;                 // without its weight and its output
+  const float* norm;                 // [k], of this projection's input alone; null: none
+  Signs signs;                       // of this projection's input, applied after the norm
   std::vector<LoraWeight> lora;      // of every adapter; rank 0: none here
   const uint8_t* columns = nullptr;  // null: none
-  int64_t max_listed = -1;           // codes with which they are read; -1: to be measured
+  int64_t max_listed = -1;           // most codes for which they are read; -1: to be measured
 
   // The projection into `out`; `Linear` stays where it is.
   Projection into(const Output& out) const {
@@ -120,8 +120,8 @@ struct Linear {
   }
 };
 
-// Memory that a block's stages need beside what they take from a step's plan. Blocks take turns,
-// so that a program needs the most of each, not the sum.
+// Memory that a block's stages need in addition to what they take from a step's plan. Blocks run
+// one after the other, so a program needs the maximum over its blocks, not the sum.
 struct Needs {
   int64_t row = 0;     // floats of a thread's row
   int64_t input = 0;   // features of the longest input of a product
@@ -136,13 +136,13 @@ struct KeptPlace {
   int64_t layer;
 };
 
-// What a block keeps of its own beside a thread's plans: made for the first step of its program on
-// that thread, and given back to the block's stages by PlanBuilder::state.
+// A block's state on one thread, which outlives plans. Made for the first step of the program on
+// the thread; the block's stages get it from PlanBuilder::state.
 class BlockState {
  public:
   virtual ~BlockState() = default;
-  // Before a step's stages, and behind them; on the thread that runs the step. A step as large as
-  // the one before should allocate nothing.
+  // Before and after the stages of a step, on the thread that runs the step. A step no larger than
+  // an earlier one should allocate nothing.
   virtual void begin(const Step& /*step*/) {}
   virtual void end(const Step& /*step*/) {}
 };
@@ -151,10 +151,10 @@ class Block {
  public:
   virtual ~Block() = default;
   virtual void append(PlanBuilder& plan) const = 0;
-  // Null: it has none.
+  // Null: the block has no state.
   virtual std::unique_ptr<BlockState> make_state() const { return nullptr; }
-  // Whether tokens see other tokens in it: behind the last such block only those go on whose
-  // logits are wanted.
+  // Whether tokens see other tokens in this block. Blocks behind the last such block compute only
+  // the tokens whose logits are wanted.
   virtual bool mixes_tokens() const { return false; }
   // Weights of a token's products, and the stages among which they are divided.
   virtual int64_t weights() const { return 0; }
@@ -175,7 +175,7 @@ class Binding {
   // Projections of one input: with scales of groups of one size all, or none. Notes what their
   // input needs.
   ActivationFormat input_of(std::initializer_list<const Linear*> linears);
-  // What the line says of zeros in the input of a projection, which may get its columns.
+  // The line's options for zeros in the input of a projection, which may get its columns.
   ActivationSparsity sparsity(Linear& linear);
   // Rejects a setting of the line that nothing in it follows.
   void finish();
@@ -204,7 +204,7 @@ class Program {
   const std::vector<std::unique_ptr<Block>>& blocks() const { return blocks_; }
   int64_t adapters() const { return adapters_; }
   const std::vector<Linear*>& linears() const { return linears_; }
-  // Of attention blocks, which are alike in these: how many, their heads of keys, and their size.
+  // Of the attention blocks: how many there are; their KV heads and head size, the same for all.
   int64_t attention_layers() const { return attention_layers_; }
   int64_t kv_heads() const { return kv_heads_; }
   int64_t head_dim() const { return head_dim_; }
@@ -222,10 +222,10 @@ class Program {
   int64_t rope_of(Keys& keys, int64_t head_dim) const;
   // The number of the attention block in the caches.
   int64_t add_attention(const Keys& keys, int64_t kv_heads, int64_t head_dim);
-  // Where a block finds its buffers, which have to be as those of other blocks with these names;
-  // `key`: of the line, to blame.
+  // Where a block finds its buffers. Blocks that use the same names must agree in their form, else
+  // the error names `key`.
   KeptPlace keep(const Keys& keys, const char* key, const std::vector<KeptBuffer>& buffers);
-  // The number of a kind of attention, which is added where it is new.
+  // The number of a kind of attention; a new kind is added.
   int64_t attention_kind(const AttentionKind& kind);
   void set_result(int64_t out_features, bool logits);
 

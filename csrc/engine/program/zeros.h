@@ -18,9 +18,9 @@ class CodeLists {
         memory_(plan.scratch<char>(plan.step().partitions * bytes())) {}
 
   CodeList of(int64_t slot) const {
-    char* own = memory_ + slot * bytes();
-    char* codes = own + room_ * static_cast<int64_t>(sizeof(int32_t));
-    return {reinterpret_cast<int32_t*>(own), reinterpret_cast<int8_t*>(codes),
+    char* ids = memory_ + slot * bytes();
+    char* codes = ids + room_ * static_cast<int64_t>(sizeof(int32_t));
+    return {reinterpret_cast<int32_t*>(ids), reinterpret_cast<int8_t*>(codes),
             reinterpret_cast<int64_t*>(codes + room_)};
   }
 

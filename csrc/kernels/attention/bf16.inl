@@ -50,7 +50,7 @@ PairChunk<Values> pair_chunk(const AttentionChunk& c, float* scratch) {
 
 PairChunk<RowValues> chunk_of_rows(const AttentionChunk& c, float* scratch) {
   PairChunk<RowValues> chunk = pair_chunk<RowValues>(c, scratch);
-  const bool dense = c.stride_bytes == 2 * c.dim;  // rows without gaps: as many lines as the keys
+  const bool dense = c.stride_bytes == 2 * c.dim;  // rows without gaps
   for (int64_t i = 0; i < kChunkPanels; ++i) {
     chunk.keys[i] = reinterpret_cast<const char*>(chunk.panels + i * chunk.panel_floats());
     const bool some = dense && 16 * i < c.positions;
@@ -63,8 +63,8 @@ PairChunk<RowValues> chunk_of_rows(const AttentionChunk& c, float* scratch) {
     chunk.values = {data, next == nullptr ? data : next, c.stride_bytes, 32};
     return chunk;
   }
-  // Side by side for many rows, since lines that are far apart can displace each other; and where
-  // the last step of the last position may not be read.
+  // Copied side by side for many rows, since lines that are far apart can displace each other; and
+  // if the last step of the last position would read behind the cache.
   auto* values = reinterpret_cast<char*>(chunk.panels + kAttentionChunk * attention_padded(c.dim));
   chunk.values = {values, values, 32, 32 * kAttentionChunk};
   for (int64_t j = chunk.hidden(); j < c.positions; ++j) {
@@ -197,7 +197,7 @@ void attend_pair_rows(PairChunk<Values>& chunk, int64_t row, float* states) {
     float* scores = chunk.scores + r * kAttentionChunk;
     for (int64_t j = (seen[r] + 15) / 16 * 16; j < kAttentionChunk; ++j) scores[j] = 0.0f;
   }
-  // What a row does not see weighs 0 and adds 0, unless it is infinite or a NaN.
+  // Positions that a row does not see weigh 0. That adds 0 unless they are infinite or NaN.
   if (finite_values(chunk.values, chunk.steps(), from, hidden[R - 1]) &&
       finite_values(chunk.values, chunk.steps(), seen[0], end)) {
     return weigh_pair_rows<R>(chunk, chunk.scores, from, end, state, stride);

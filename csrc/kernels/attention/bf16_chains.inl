@@ -9,10 +9,10 @@ constexpr int64_t kPairBytes = 64;  // of 16 positions or features
 // Panels of 16 positions, [pair of elements][16 positions][2] each.
 using PairKeys = const char* const*;
 
-// What is read next is asked for a line at a time, between the sums (many lines at once would wait
-// for each other): scores ask for the values, at the places where they read keys, and weighted sums
-// for the keys to come, where they read values.  Where there is nothing to ask for, the hint is the
-// memory itself.
+// What is read next is prefetched a line at a time, between the sums, since many lines at once
+// would wait for each other. While scores read keys they prefetch the values at the same places;
+// while weighted sums read values they prefetch the next keys. If there is nothing to prefetch, the
+// hint is the memory that is read anyway.
 
 // Values of 16 features at a time, by pairs of positions.  Of rows: 16 features of a position side
 // by side.
@@ -25,7 +25,7 @@ struct RowValues {
   [[gnu::always_inline]] F32x16 load(int64_t pair, int64_t step) const {
     return load_mixed<DType::kBF16>(data + (2 * pair + P) * position_bytes + step * step_bytes);
   }
-  // Four positions at a time, and what to ask for there: from a pair on, a panel's worth of them.
+  // What to prefetch at four positions at a time, from a pair on: a panel's worth.
   struct Fours {
     const char *at, *hint;
   };
@@ -230,7 +230,7 @@ template <int R, int B, class Values>
                                                int64_t count, float* sums) {
   const int64_t end = j + kPairGroup < count ? j + kPairGroup : count;
   const int64_t start = j < begin ? begin : j;
-  // a last position may lack the odd one, the first one the even one
+  // the last pair may lack its odd position, the first one its even position
   const int64_t from = (start + 1) / 2, both = end / 2;
   F32x16 acc[R * B];
   clear(acc);

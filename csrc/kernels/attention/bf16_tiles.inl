@@ -1,7 +1,7 @@
-// Attention over bfloat16 caches in panels by the matrix unit, for sixteen query rows at a time:
-// its products of bfloat16 have the order of the sums as it is (bf16_chains.inl), and both kinds of
-// panels lie as it reads them. A panel of keys holds 16 positions in lines of a pair of elements;
-// two panels of values hold 32 positions in lines of a pair of positions.
+// Attention over bfloat16 caches in panels by the matrix unit, sixteen query rows at a time. Its
+// products of bfloat16 have the order of sums of bf16_chains.inl, and it reads both kinds of panels
+// as they lie: a panel of keys holds 16 positions, a line for each pair of elements; two panels of
+// values hold 32 positions, a line for each pair of positions.
 
 constexpr int kUnitRows = 16;  // of a tile
 
@@ -53,7 +53,7 @@ struct TileKeys {
   bool ask;
 };
 
-// Panels without a position that is seen may be anywhere: others stand for them.
+// Panels of which nothing is seen may be null: other panels take their place.
 inline TileKeys tile_keys(const PairChunk<PanelValues>& chunk) {
   TileKeys keys;
   const int64_t first = chunk.hidden() / kPanelPositions;
@@ -114,7 +114,7 @@ void attend_unit_rows(PairChunk<PanelValues>& chunk, const TileKeys& keys, const
   int64_t hidden[R], seen[R];
   for (int r = 0; r < R; ++r)
     hidden[r] = positions_hidden(c, row + r), seen[r] = positions_seen(c, row + r);
-  // What a row does not see weighs 0 and adds 0, unless it is infinite or a NaN.
+  // Positions that a row does not see weigh 0. That adds 0 unless they are infinite or NaN.
   if (!finite_values(chunk.values, chunk.steps(), chunk.hidden(), hidden[R - 1]) ||
       !finite_values(chunk.values, chunk.steps(), seen[0], c.positions)) {
     for (int r = 0; r < R; r += 4) attend_pair_rows<4>(chunk, row + r, states);
@@ -140,7 +140,7 @@ void attend_unit_rows(PairChunk<PanelValues>& chunk, const TileKeys& keys, const
   if (step < chunk.steps()) tile_weighs<U, 2>(weights, values, pair_bytes, step, state, stride);
 }
 
-// All rows of a chunk that has at least sixteen; the last tile may do some of them again.
+// All rows of a chunk with at least sixteen; the last tile may compute some rows again.
 template <class U>
 void attend_unit_chunk(PairChunk<PanelValues> chunk, float* states) {
   const AttentionChunk& c = chunk.c;
@@ -156,7 +156,7 @@ void attend_unit_chunk(PairChunk<PanelValues> chunk, float* states) {
   U::release();
 }
 
-// Whether the matrix unit does a chunk, and it has then done it.
+// Computes a chunk by the matrix unit; returns false, having done nothing, if it cannot.
 bool attended_by_unit(const PairChunk<PanelValues>& chunk, float* states) {
   bool done = false;
   with_matrix_unit([&]<class U>() {

@@ -1,8 +1,7 @@
 // What attention over every kind of cache shares: which positions of a chunk a row sees, which rows
 // are processed together, what is prefetched. Contracts and arithmetic: kernel_table.h.
 
-// How far ahead of its use memory is asked for.  The hardware's own prefetcher stops at 4 KiB
-// pages.
+// How far ahead memory is prefetched. The hardware's prefetcher stops at 4 KiB pages.
 constexpr int64_t kPrefetchBytes = 8192;
 
 inline const void* row_at(const void* base, int64_t stride_bytes, int64_t row) {
@@ -14,7 +13,7 @@ inline const void* element_at(const void* row, int64_t i) {
   return static_cast<const char*>(row) + i * element_size(kType);
 }
 
-// What to ask for: what comes next, if that is known, else what is read anyway.
+// What to prefetch: what comes next, if that is known, else what is read anyway.
 inline const char* ask_first(const void* next, const char* otherwise) {
   return next == nullptr ? otherwise : static_cast<const char*>(next);
 }
@@ -30,20 +29,19 @@ inline const char* ask_first(const void* next, const char* otherwise) {
   for (int64_t i = 0; i < bytes; i += 64) prefetch_l2(from + i);
 }
 
-// Behind the last position of the chunk that a row sees.
+// The end of the positions of the chunk that a row sees.
 inline int64_t positions_seen(const AttentionChunk& c, int64_t row) {
   const int64_t visible = c.first_visible + row / c.rows_per_token;
   return visible < c.positions ? visible : c.positions;
 }
 
-// The first one it sees.
+// The first position that it sees.
 inline int64_t positions_hidden(const AttentionChunk& c, int64_t row) {
   const int64_t hidden = c.first_hidden + row / c.rows_per_token;
   return hidden > 0 ? hidden : 0;
 }
 
-// The positions that all of R rows see; where there are none, nothing at the end of the first
-// row's.
+// The positions that all of R rows see; if there are none, an empty range at the first row's end.
 struct CommonRange {
   int64_t begin, end;
 };
@@ -54,8 +52,8 @@ inline CommonRange seen_by_all(int64_t last_hidden, int64_t first_seen) {
 // Fewer rows than this do not repay laying out the keys and values.
 constexpr int64_t kBlockMinRows = 2 * kBlockRows > 12 ? 2 * kBlockRows : 12;
 
-// attend.template operator()<R>(row) for the rows from `row` on, R of them together: four, and in
-// the end rather three and two than four and one.
+// attend.template operator()<R>(row) for the rows from `row` on, R together: four, but the last
+// five are three and two, not four and one.
 template <class Attend>
 [[gnu::always_inline]] inline void attend_in_groups(int64_t row, int64_t rows,
                                                     const Attend& attend) {

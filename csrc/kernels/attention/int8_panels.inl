@@ -110,9 +110,9 @@ template <int R, int B>
   }
 }
 
-// A chunk's panels, and what is asked for while they are read: those of the next one, a whole chunk
-// ahead, because nothing is asked for during the softmax in between; the panels themselves where
-// there is nothing to ask for.
+// A chunk's panels, and what is prefetched while they are read: the panels of the next chunk, a
+// whole chunk ahead, because nothing is prefetched during the softmax in between. If there is no
+// next chunk, the panels themselves.
 struct QuadPanels {
   const char *keys[kChunkPanels], *values[kChunkPanels];
   const char *next_keys[kChunkPanels], *next_values[kChunkPanels];
@@ -122,7 +122,7 @@ struct QuadPanels {
   }
 };
 
-// The keys of a chunk against R queries; they see nothing beside positions [from, end).
+// The dot products of R queries with the keys of a chunk at positions [from, end).
 template <int R>
 void dot_panels(const AttentionChunk& c, const QuadPanels& panels, const int16_t* wide,
                 int64_t from, int64_t end, int32_t* dots) {

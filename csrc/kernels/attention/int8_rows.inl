@@ -102,7 +102,7 @@ float integer_weights(const Int8Attention& cache, float* w, int64_t begin, int64
   F32x16 best = zero();
   for (int64_t j = first; j < whole; j += 16) {
     F32x16 value_scale = load_n(cache.value_scale + j, count - j);
-    if (j < begin) {  // 0 times an infinity would be a NaN
+    if (j < begin) {  // the weight 0 does not suffice: times infinity it is NaN
       float seen[16];
       store_n(seen, value_scale, 16);
       for (int64_t i = 0; i < begin - j; ++i) seen[i] = 0.0f;
@@ -176,7 +176,7 @@ template <int R, int B>
     for (int p = 0; p < kCacheAccs; ++p) sums[k][p] = CacheSum{};
   }
   int64_t j = begin;
-  if (j % 2 != 0) {  // a first position at an odd place: the one before it has the weight zero
+  if (j % 2 != 0) {  // an odd first position is paired with the one before, with the weight zero
     sum_pair<R, B>(weights + j - 1, values + j * stride, values + j * stride, sums);
     ++j;
   }
@@ -184,7 +184,7 @@ template <int R, int B>
     const int8_t* a = values + j * stride;
     sum_pair<R, B>(weights + j, a, a + stride, sums);
   }
-  if (j < count) {  // the last position of an odd number meets itself, with the weight zero
+  if (j < count) {  // an odd last position is paired with itself, with the weight zero
     sum_pair<R, B>(weights + j, values + j * stride, values + j * stride, sums);
   }
 #pragma GCC unroll 8

@@ -11,7 +11,7 @@ void softmax_scores(float* scores, int64_t begin, int64_t count, float* state) {
   F32x16 best = set1(-infinity);
   for (int64_t j = 0; j < whole; j += 16) best = max(best, load_n(scores + j, 16));
   const float top = reduce_max(best);
-  // Nothing but -inf (or NaN): a chunk without weight, not a NaN of inf - inf.
+  // If every score is -inf or NaN, the chunk has no weight; inf - inf would be NaN.
   const bool weightless = top == -infinity;
   const F32x16 shift = set1(weightless ? 0.0f : top);
   for (int64_t j = 0; j < whole; j += 16) {

@@ -5,10 +5,10 @@
 // Rows that stay in cache while every token of a batch meets them.
 constexpr int64_t kHeadRowChunk = 32;
 
-// R rows or tiles at once are taken from R equal parts of a range, so that each is a sequential
-// stream of its own: some CPUs read several of them faster than one (kHeadStreams).
+// R rows or tiles at once come from R equal parts of a range, so that they are R sequential
+// streams: some CPUs read several streams faster than one (kHeadStreams).
 
-// Asks for what a stream of weights reads `bytes` later; the hint is part of the instruction.
+// Prefetches what a stream of weights reads `bytes` later; the hint is part of the instruction.
 template <bool kIntoL2>
 struct Ahead {
   int64_t bytes;
@@ -36,8 +36,8 @@ template <class F>
 
 // ---- rows ---------------------------------------------------------------------------------------
 
-// The primitives of a type: bfloat16 may have its lanes in an order of the ISA's own until they are
-// added up.
+// The primitives of a type. An ISA may choose the order of bfloat16's lanes until they are added
+// up.
 template <DType kType>
 [[gnu::always_inline]] inline F32x16 dense_x(const float* p, int64_t count) {
   return kType == DType::kBF16 ? head_bf16_x(p, count) : load_n(p, count);
@@ -149,7 +149,7 @@ void head_dense(const float* x, int64_t tokens, DType type, const void* weight, 
 
 // ---- rows that lie anywhere ---------------------------------------------------------------------
 
-// R rows of bfloat16 at once, so that none waits for the sums of another.
+// R rows of bfloat16 at once, so that no row waits for another one's sums.
 template <int R>
 [[gnu::always_inline]] inline void score_tile(const float* x, const void* const* rows, int64_t k,
                                               float* out) {
@@ -183,7 +183,7 @@ void score_rows(const float* x, int64_t tokens, const void* const* rows, int64_t
 // One lane a row: the products with LoRA's B, whose rows are short. Summed as head_dense sums rows;
 // the tree that adds 16 lanes runs across 16 vectors and needs no shuffle.
 
-// Of every row of the tile what one lane of head_dense holds: j = lane, lane + 16, ... ascending.
+// For every row of the tile the sum in one lane of head_dense: j = lane, lane + 16, ... ascending.
 template <DType kType>
 [[gnu::always_inline]] inline F32x16 tile_lane(const float* x, const void* tile, int64_t rank,
                                                int64_t lane) {

@@ -1,8 +1,8 @@
 // Bounds of an int8 head's logits by the high bytes of several tokens: half of the work of
 // head_int8. Contract: head_bound in kernel_table.h. Uses dense.inl, tiles.inl and int8.inl.
 //
-// What the lower bytes add to a row's sum is at most the length of the row times theirs (Cauchy and
-// Schwarz). The row's length is found beside its products.
+// The low bytes change a row's sum by at most the length of the row times the length of the low
+// bytes (Cauchy and Schwarz). The length of the row is computed together with its products.
 
 // Two rows, or one twice, x T tokens: sums of codes, as U's add() takes them, to sums[t][row], and
 // of the rows' squares.
@@ -34,7 +34,7 @@ template <class U, int T, bool kSquares>
     ahead += ahead_step;
     step(w[0] + i, w[1] + i, i);
   }
-  if (whole < k) {  // nothing behind a row is read
+  if (whole < k) {  // must not read behind a row
     alignas(64) int8_t last[2][kStep] = {};
     for (int64_t i = whole; i < k; ++i) last[0][i - whole] = w[0][i], last[1][i - whole] = w[1][i];
     step(last[0], last[1], whole);
@@ -52,8 +52,8 @@ template <class U, int T, bool kSquares>
 inline void finish_bounds(const int32_t* sums, const float* lengths, const float* scale,
                           int64_t count, int32_t excess, const HeadToken& x, float* out) {
   for (int64_t n = 0; n < count; ++n) {
-    // Roundings are within 2^-22 of the larger term each. Behind these lines there are none that
-    // head_int8 has not, and those are monotone.
+    // Each rounding here is within 2^-22 of the larger term. All later roundings are those of
+    // head_int8, which are monotone.
     const float high = 256.0f * static_cast<float>(sums[n] - excess);
     const float rest = lengths[n] * x.low_length + 0x1p-20f * __builtin_fabsf(high);
     const float factor = scale[n] * x.scale;
@@ -66,7 +66,7 @@ void bound_rows(const int8_t* w, const float* scale, int64_t k, int64_t rows, co
                 int64_t tokens, float* out, int64_t out_stride) {
   alignas(64) int32_t sums[8][kHeadRowChunk];
   alignas(64) float lengths[kHeadRowChunk];
-  // Every pass over rows asks for its part of the rows that are next.
+  // Every pass over rows prefetches its share of the next rows.
   const int64_t passes = (tokens + U::kTokens - 1) / U::kTokens;
   const int64_t ahead_step = (U::kStep + passes - 1) / passes;
   for (int64_t begin = 0; begin < rows; begin += kHeadRowChunk) {
@@ -80,7 +80,7 @@ void bound_rows(const int8_t* w, const float* scale, int64_t k, int64_t rows, co
         int32_t all[2][8], squares[2];
         if (first == 0) {
           high_byte_pair<U, T, true>(pair, k, x, ahead + n * k, ahead_step, all, squares);
-          // 128 * 127 may stand for the square of -128; rounded up
+          // the sum may hold 128 * 127 for the square of -128; rounded up
           for (int r = 0; r < 2; ++r)
             lengths[at[r]] = 1.004f * __builtin_sqrtf(static_cast<float>(squares[r]));
         } else {
@@ -110,7 +110,6 @@ void head_bound(const int8_t* weight, const float* scale, int64_t k, int64_t row
   }
 }
 
-// Never without products of bytes; nor with a matrix unit, which is faster than reading in any
-// case.
+// Never without fast products of bytes; nor with a matrix unit, which is always faster than memory.
 constexpr int64_t kHeadBoundFrom =
     MatrixUnit::kFromTokens > 0 || HeadBytes::kFromTokens == 0 ? INT64_MAX : HeadBytes::kFromTokens;

@@ -100,7 +100,7 @@ void head_int4(const uint8_t* weight, const uint16_t* scale, int64_t groups, int
     row_begin += done;
     out += done;
   });
-  // In several streams it is bound by arithmetic, which wants its lines in L1.
+  // Several streams are bound by arithmetic, so their lines are prefetched into L1.
   wanted.into_l2 = wanted.into_l2 && kHead4Streams == 1;
   with_ahead(wanted, tokens, [&]<class A>(A ahead) {
     const Head4<A> head{weight, scale, groups, group, ahead};

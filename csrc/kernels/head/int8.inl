@@ -52,7 +52,7 @@ template <int R, int T, int U>
     for (int u = 1; u < U; ++u) all[i] = head8_add(all[i], acc[i / T][i % T][u]);
   }
   static_assert(R * T <= 8);
-  if constexpr (R * T == 1) {  // eight at once would add up seven of nothing for every row
+  if constexpr (R * T == 1) {  // eight sums at once would waste seven
     sums[0][0] += head8_sum(all[0]);
     return;
   }

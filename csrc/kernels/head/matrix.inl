@@ -63,7 +63,7 @@ template <class U>
                           U::template multiply_signed<3, 5, 7>();
                         };
   const int64_t whole = k / 64, left = k % 64;
-  const int8_t* ahead = w + kHeadUnitRows * k;  // 32 rows more are as many lines for every step
+  const int8_t* ahead = w + kHeadUnitRows * k;  // the next 32 rows, a line of each at every step
   for (int64_t s = 0; s < whole; ++s) {
     for (int64_t i = 0; i < kHeadUnitRows; ++i) prefetch_l2(ahead + (s * kHeadUnitRows + i) * 64);
     step(w + 64 * s, w + 16 * k + 64 * s, k, s);
@@ -80,7 +80,7 @@ template <class U>
   store_four<U>(scratch);
 }
 
-// As head_int8, of as many rows as make whole operands; how many those are.
+// As head_int8, for as many rows as fill whole operands; returns their number.
 template <class U>
 int64_t matrix_head8(const int8_t* w, const float* scale, int64_t k, int64_t rows,
                      const HeadToken* x, int64_t tokens, float* out, int64_t out_stride) {
@@ -128,7 +128,7 @@ template <class Step>
   });
 }
 
-// As head_int4, of whole pairs of tiles; how many rows those are.
+// As head_int4, for whole pairs of tiles; returns their number of rows.
 template <class U>
 int64_t matrix_head4(const uint8_t* weight, const uint16_t* scale, int64_t groups, int64_t group,
                      int64_t rows, const HeadToken* x, int64_t tokens, float* out,

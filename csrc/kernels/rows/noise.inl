@@ -23,8 +23,8 @@ struct NoiseTails {
   alignas(64) int32_t above[16];  // bits of t where u = 1 - t, else of 1/2
 };
 
-// A bijection of 32 bits (Wellons' triple32) between the halves of the key makes a number of every
-// id: its sign says which end, its other bits how far.
+// A bijection of 32 bits (Wellons' triple32) between the halves of the key turns every id into a
+// number: its sign chooses the end, its other bits are the distance.
 [[gnu::always_inline]] inline void noise_tails(uint32_t first, uint64_t key, NoiseTails& to) {
   alignas(64) static constexpr uint32_t kLane[16] = {0, 1, 2,  3,  4,  5,  6,  7,
                                                      8, 9, 10, 11, 12, 13, 14, 15};
@@ -96,8 +96,8 @@ struct NoiseTails {
   return load_n(x, 16);
 }
 
-// At least gumbel() for less work: -ln u >= 1 - u, and log2(2^k (1 + r)) >= k + r, which is what
-// the bits of a float say as an integer.
+// An upper bound of gumbel() for less work: -ln u >= 1 - u, and log2(2^k (1 + r)) >= k + r, which
+// are the bits of a float read as an integer.
 [[gnu::always_inline]] inline F32x16 gumbel_bound(const NoiseTails& tails) {
   constexpr float kLog2 = 0.693147180559945f;
   return fma(from_i32_n(tails.above, 16), set1(-kLog2 * 0x1p-23f), set1(127 * kLog2 + 0.001f));

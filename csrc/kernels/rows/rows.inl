@@ -132,7 +132,7 @@ template <class StoreCodes>
   // bit.
   const float inv_scale = 127.0f * (1.0f / (absmax > 1e-5f ? absmax : 1e-5f));
   const F32x16 s = set1(inv_scale);
-  const int64_t step = step_stride == kTokenStep ? n_padded : kTokenStep;  // codes that follow
+  const int64_t step = step_stride == kTokenStep ? n_padded : kTokenStep;  // contiguous codes
   *sum = 0;
   for (int64_t from = 0; from < n_padded; from += step, q += step_stride) {
     const int64_t end = n_padded - from < step ? n_padded - from : step;
@@ -200,7 +200,8 @@ struct Relu2Row {
   }
 };
 
-// The chain of sums of squares leaves time for rounding, the rounding for the largest magnitude.
+// While the chain of sums of squares waits, values are rounded and their largest magnitude is
+// found.
 template <DType kType, class Row>
 float norm_quantize_as(const NormJob& job, const Row& row, int64_t n_padded, int8_t* q,
                        int64_t step_stride, int32_t* sum) {
@@ -334,8 +335,8 @@ inline ExpParts exp_parts(F32x16 x) {
 
 // e^x within 1 ulp.  Clamped to [-87, 89]: at the low end 2^n stays a normal number, from 88.4 on
 // it is 2^128, infinity, so that silu of any large negative number is zero.  A NaN passes through.
-// In place: a call passes vectors through memory where they are two registers, and takes as long as
-// the arithmetic.
+// Inlined: vectors of two registers are passed through memory, so a call takes as long as the
+// arithmetic.
 [[gnu::always_inline]] inline F32x16 exp_f32(F32x16 x) {
   const ExpParts e = exp_parts(min(set1(89.0f), max(set1(-87.0f), x)));
   return mul(e.fraction, pow2(e.n));

@@ -4,8 +4,8 @@
 
 // ---- what rows share ----------------------------------------------------------------------------
 
-// f<D1, DN, DP>(): the decoders of a format for one token and a matrix unit, for several tokens,
-// and to memory.
+// Calls f<D1, DN, DP>() with the decoders of a format: for one token or a matrix unit, for several
+// tokens, and to memory.
 template <class F>
 inline void with_decoders(layout::WeightFormat format, const F& f) {
   if (format == layout::WeightFormat::kBase3)
@@ -49,8 +49,8 @@ void run_tiles(const ProductJob& job, const EpilogueJob* epilogue) {
   if (epilogue != nullptr) store_block(*epilogue);
 }
 
-// Vector units take tokens one after the other, and sums or values in L1. Claims have a row of
-// tiles for all blocks of tokens.
+// For vector units: tokens in row-major order, sums or values of a call in L1. A claim is a row of
+// tiles with all blocks of tokens.
 inline ProductBlocking vector_blocking(const ProductShape& shape) {
   if (shape.row_major()) return {};
   return {.min_rows = 4 * kTileLanes};
@@ -58,8 +58,8 @@ inline ProductBlocking vector_blocking(const ProductShape& shape) {
 
 // ---- the rows -----------------------------------------------------------------------------------
 
-// A matrix unit wants its tokens in tiles, finishes its sums itself, and has something to begin
-// with every claim.
+// A matrix unit wants its tokens in tiles and stores its results itself. Each claim costs it a
+// start, so claims are large.
 template <class U>
 struct Matrix {
   static constexpr int64_t kMinSteps = kDecodeAhead * kOperandSteps;
@@ -107,7 +107,7 @@ struct Gemv {
   }
 };
 
-// Decoders to memory that this ISA lacks for a format are no templates' arguments.
+// Only for decoders to memory that this ISA has for the format.
 constexpr bool kHasTwoBitPanel = HasPanel<Several::TwoBitsPlain>;
 constexpr bool kHasBase3Panel = HasPanel<Several::ThirdsDigits>;
 
@@ -192,7 +192,7 @@ struct CanonicalRows {
   }
 };
 
-// By the usual row of those that multiply; tables leave a rest to it.
+// The tokens that tables leave over, by the usual row of those that multiply.
 void multiply_tiles(const ProductJob& job);
 
 // Of a rest: a few tokens, or a small job, in pieces whose sums stay in L1.

@@ -19,8 +19,8 @@ struct ColumnSums {
   alignas(64) int32_t at[kColumnPieces][kColumnSteps][TwoBit::kDots][kTileLanes];
 };
 
-// Asks for lines of the list, beginning `ahead` of item i; those behind its end are the next
-// panel's.
+// Prefetches lines of the list from `ahead` items behind item i on; behind the list's end those of
+// the next panel.
 struct ColumnFetch {
   const ColumnJob& job;
   const uint8_t *panel, *next;  // next: `panel` itself if it is the last
@@ -38,8 +38,8 @@ struct ColumnFetch {
   }
 };
 
-// sums += one piece of the lines [begin, end), of whose four steps those from H * kColumnSteps / 2
-// on: HN halves of them.
+// Adds one piece of the lines [begin, end) to the sums: HN halves of its four steps, from half H
+// on.
 template <int H, int HN, bool kFetch>
 [[gnu::noinline]] void add_columns(const ColumnFetch& fetch, const uint8_t* piece, int64_t begin,
                                    int64_t end, int32_t (*sums)[TwoBit::kDots][kTileLanes]) {
@@ -90,8 +90,8 @@ inline void finish_columns(const ColumnSums& sums, int32_t x_sum, int32_t* out) 
 }
 
 inline void column_product(const ColumnJob& job) {
-  // Where a line is one register, its sums stay in registers. Else several passes share the lines,
-  // a few at a time, which stay in L1 from one to the next.
+  // If a line is one register, its sums stay in registers. Else several passes read a few lines at
+  // a time, which stay in L1 between the passes.
   constexpr bool kAtOnce = kColumnPieces == 1;
   constexpr int64_t kFew = 16 * kColumnGroup, kFlush = TwoBit::kFlush * kColumnGroup;
   constexpr int64_t kBlock = kAtOnce || kFlush < kFew ? kFlush : kFew;

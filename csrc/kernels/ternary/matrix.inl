@@ -9,12 +9,12 @@
 // them.
 
 constexpr bool kHasMatrixUnit = MatrixUnit::kFromTokens > 0;
-constexpr int64_t kMatrixTokens = 32;    // two tiles of tokens
-constexpr int64_t kOperandSteps = 16;    // k-steps of an operand: 64 k
-constexpr int64_t kOperandBytes = 1024;  // of one operand tile
-constexpr int64_t kBlockOperands = 14;   // so many of the tokens' operands stay in L1
-constexpr int64_t kRingSlots = 4;        // decoded operands in flight
-constexpr int64_t kDecodeAhead = 3;      // operands between decoding and use; a segment's least
+constexpr int64_t kMatrixTokens = 32;          // two tiles of tokens
+constexpr int64_t kOperandSteps = 16;          // k-steps of an operand: 64 k
+constexpr int64_t kOperandBytes = 1024;        // of one operand tile
+constexpr int64_t kBlockOperands = 14;         // so many of the tokens' operands stay in L1
+constexpr int64_t kRingSlots = 4;              // decoded operands in flight
+constexpr int64_t kDecodeAhead = 3;            // operands between decoding and use; a segment has 3
 constexpr int64_t kFewTokensAhead = 16 << 10;  // bytes, where a tile is read once for few tokens
 // Of a product that is cut up by rows: tokens that stay in L2 while the rows pass, and rows.
 constexpr int64_t kMatrixChunk = 128, kMatrixMinRows = 256;
@@ -47,7 +47,7 @@ struct alignas(4096) MatrixScratch {
   int32_t sums[D::kDots][kMatrixTokens][16];
 };
 
-// How far a call is: operands used, and which of the next tile's lines have been asked for.
+// The progress of a call: operands used, and lines of the next tile that have been prefetched.
 struct MatrixWalk {
   uint32_t operand = 0;
   const uint8_t *ahead = nullptr, *ahead_end = nullptr;
@@ -59,8 +59,8 @@ struct MatrixWalk {
   }
 };
 
-// What the dots from First on of a k-step are taken out of.  The powers of base-3 are a chain of
-// sums; where it would begin with its fifth link, a product is shorter.
+// The state from which the dots of a k-step, from First on, are decoded. For base-3 it is a power,
+// made by a chain of sums; for the fifth link a product is shorter than the chain.
 template <class U, class D, int First>
 [[gnu::always_inline]] inline typename D::Prepared prepare_from(TileStep v) {
   if constexpr (D::kFields == 5 && First == 4) {
@@ -224,7 +224,8 @@ template <class D>
   repeat<D::kFields>([&]<int f>() BITNET_INLINE_LAMBDA { s[f] = sub_sum(s[f], zeros); });
 }
 
-// To job.sums, or with an epilogue that wants sums to its place for them, which ends with the rows.
+// Stores sums: to job.sums, or to the output of an epilogue that wants sums, which ends with the
+// last row.
 template <class D>
 void put_sums(const MatrixResult<D>& to, const MatrixScratch<D>& scratch, int64_t tile,
               int64_t token, int64_t count) {
@@ -345,8 +346,8 @@ void matrix_blocks(const MatrixResult<D>& to, int64_t token, int64_t end, bool f
   }
 }
 
-// Blocks of 32 tokens, then what is left of them, which the tiles are in L2 for. The configuration
-// belongs to the thread and is given back: oneDNN in the same process has its own.
+// Blocks of 32 tokens, then the tokens left over, whose tiles are then in L2. The unit's
+// configuration belongs to the thread and is restored: oneDNN in the same process has its own.
 template <class U, class D>
 void matrix_product(const ProductJob& job, const EpilogueJob* epilogue) {
   static_assert(kTileLanes == 16 && D::kDots % 2 == 0);

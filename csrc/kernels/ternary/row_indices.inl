@@ -4,13 +4,14 @@
 // a product would multiply four weights with every token. Uses tiles.inl.
 
 constexpr int64_t kTableSums = 81;
-constexpr int64_t kTableSpanK = 64;  // whose lines are computed at once: a k-step multiple
+constexpr int64_t kTableSpanK = 64;  // k for which lines are found at once, whole k-steps
 constexpr int kTablesAtOnce = 8;     // tables that a row adds together: 32 k
-constexpr int64_t kLinesAhead = 4;   // tiles that are asked for before their lines are found
-// Lines before the first table and behind the last one, which a fourth value of 2 bits would reach.
+constexpr int64_t kLinesAhead = 4;   // how many tiles ahead to prefetch
+// Lines of padding around the tables: the fourth value of 2 bits, which no valid weight has, would
+// reach them.
 constexpr int64_t kTableDamaged = 40;
 
-// A decoder that an ISA without U may lack.
+// A decoder that an ISA without tables need not have.
 template <class U, class D>
 struct As {
   using Type = D;
@@ -18,8 +19,8 @@ struct As {
 
 // ---- the lines of rows --------------------------------------------------------------------------
 
-// Codes of field F in a register of bytes, 0 to 2 times kFactor plus an offset for all; powers of
-// three weigh the four of a lane.
+// The codes of field F in a register of bytes: 0, 1 or 2 times kFactor, plus an offset. The four of
+// a lane are weighed by powers of three.
 template <class U>
 struct LinesOfFour {
   static constexpr int kFields = 4, kOffset = 0;
@@ -46,8 +47,8 @@ struct LinesOfFive {
   }
 };
 
-// Calls f(place, row) for all rows: where the lines and sums of a row stand. Those of the rows of a
-// tile's field are in the order in which U stores lines.
+// Calls f(place, row) for all rows, `place` being where the row's lines and sums are. Within a
+// field of a tile, places are in the order in which U stores lines.
 template <class U, class F>
 [[gnu::always_inline]] inline void for_placed_rows(int64_t rows, const F& f) {
   for (int64_t n = 0; n < rows; n += kTileLanes) {
@@ -66,7 +67,7 @@ template <class U, class D>
   constexpr int kUnits = U::kTokens * 2 / 8;
   constexpr int64_t kSpanBytes = 2 * kTablesAtOnce * kStepBytes;
   for (int64_t i = 0; i < tiles; ++i, w += tile_bytes) {
-    // tiles lie apart, so nothing but this asks for them; the last ones ask for the next k
+    // hardware does not prefetch tiles, which lie apart; the last ones prefetch the next k
     const int64_t next = i + kLinesAhead - tiles;
     const uint8_t* ahead =
         next < 0 ? w + kLinesAhead * tile_bytes : w + (next - i) * tile_bytes + kSpanBytes;
@@ -107,8 +108,8 @@ void gather_words(const int8_t* x, int64_t x_stride, int64_t tokens, float* word
   }
 }
 
-// The table of four inputs; returns what their magnitudes are together. Once in the object code:
-// its 81 lines take longer than a call.
+// Builds the table of four inputs and returns the sum of their magnitudes. Not inlined: compared
+// with its 81 lines a call costs nothing.
 template <class U>
 [[gnu::noinline]] typename U::Sums build_table(const float* words, int16_t* table) {
   using Sums = typename U::Sums;

@@ -1,26 +1,26 @@
-// Many tokens x whole tiles, most of them without a multiplication: by tables of sums
-// (row_indices.inl), and further tokens by the multipliers meanwhile (tables_with_dot.inl). Uses
+// Many tokens x whole tiles by tables of sums (row_indices.inl), without a multiplication. The
+// multipliers, which are idle meanwhile, take some further tokens (tables_with_dot.inl). Uses
 // epilogue.inl.
 //
-// The work is ordered by 64 k, block of tokens, rows: the tables of 32 k lie in L1, the rows' sums
-// pass through L2. Which line of each table a row adds is computed once for all blocks of tokens.
-// Sums are 16 bits until the activations since the last time could overflow them, then they are
-// added to sums of 32 bits. All of it is exact, so results equal those of a product.
+// Loops from the outside: 64 k, block of tokens, rows. The tables of 32 k lie in L1, the sums of
+// the rows pass through L2. Which line of each table a row adds is computed once for all blocks of
+// tokens. Sums have 16 bits; before activations could make them overflow, they are added to sums of
+// 32 bits. Everything is exact, so results equal those of a product.
 
 constexpr int64_t kTableBlocks = 4;        // blocks of tokens that share the lines of rows
-constexpr int64_t kTableRows = 2560;       // of all blocks, at most: their sums lie in L2
+constexpr int64_t kTableRows = 2560;       // most rows of all blocks: their sums lie in L2
 constexpr int64_t kTableGroupRows = 1024;  // likewise, with scales of groups
 
 // ---- a job --------------------------------------------------------------------------------------
 
-// A block of tokens: 16-bit sums of all rows, and what they have gone to so far, of 32 bits.
+// A block of tokens: 16-bit sums of all rows, and the 32-bit totals that they are added to.
 template <class U>
 struct TableBlock {
   int16_t* sums;  // [places of rows][kTokens], rounded up to 16
   void* totals;   // likewise; values of scales of groups by rows
   float* words;   // [16][kTokens]
   int64_t token, tokens;
-  typename U::Sums magnitudes;  // since the sums were folded, for every token
+  typename U::Sums magnitudes;  // of every token's activations since the sums were folded
   bool fresh, first;            // nothing in `sums`; nothing in `totals`
 };
 
@@ -41,18 +41,18 @@ constexpr int64_t table_scratch_bytes(int64_t rows, int64_t blocks) {
   return tables + lines + blocks * block + beside + 4096;
 }
 
-// What the next call of find_row_indices reads, of which a call asks for `bytes` a tile, into L2:
-// it is about all that a job with few tokens reads from memory.
+// What the next call of find_row_indices will read. Each call here prefetches `bytes` of every tile
+// into L2: that is nearly all that a job with few tokens reads from memory.
 struct NextRead {
   const uint8_t* tiles;
   int64_t tile_bytes, bytes;  // 0: nothing
 };
 
-// Adds 32 k to the sums of a block: h says which half of its words. Returns the magnitudes.
+// Adds 32 k, half h of the block's words, to its sums. Returns the magnitudes of the tables.
 template <class U, int64_t kTileRows, class M>
 typename U::Sums add_tables(const TableBlock<U>& block, int h, int offset, const uint16_t* lines,
                             int16_t* tables, int64_t tiles, const NextRead& next, M& both) {
-  constexpr int64_t kTilesAtOnce = 4;  // whose rows take as long as what is asked for
+  constexpr int64_t kTilesAtOnce = 4;  // their rows take as long as the prefetched lines
   typename U::Sums more = U::zero();
   repeat<kTablesAtOnce>([&]<int g>() BITNET_INLINE_LAMBDA {
     const float* words = block.words + (h * kTablesAtOnce + g) * U::kTokens;
@@ -77,9 +77,9 @@ typename U::Sums add_tables(const TableBlock<U>& block, int h, int offset, const
   return more;
 }
 
-// Tokens of an input, at most kTableBlocks blocks. F says what becomes of sums: fold() after every
-// 32 k, at the end of `k_steps` of them, and store() in the end, with what fold() has left in the
-// sums; run_steps() and take() of tables_with_dot.inl.
+// The tokens of an input, at most kTableBlocks blocks. F decides what happens to sums: fold() is
+// called after every 32 k, store() at the end with the sums that fold() has left; run_steps() and
+// take() are those of tables_with_dot.inl.
 template <class U, class D, class Steps, class F>
 void table_blocks(const TableInput& in, const F& folds) {
   const int64_t rows = in.tables.tiles * D::kFields * kTileLanes;
@@ -134,7 +134,7 @@ void table_blocks(const TableInput& in, const F& folds) {
   both.finish();
 }
 
-// part[token][i + row] of the 16 rows of all tokens at `rows`, words of 32 bits.
+// Transposes 16 rows of all tokens, words of 32 bits: part[token][i + row].
 template <class U>
 [[gnu::always_inline]] inline void transpose_rows(const void* rows, int64_t i, float (*part)[64]) {
   for (int64_t t = 0; t < U::kTokens; t += 16)
@@ -143,8 +143,8 @@ template <class U>
 
 // ---- sums of all of K, through the epilogue -----------------------------------------------------
 
-// What is left to do for rows [row, row + rows) and tokens [token, token + tokens); the sums are
-// the caller's.
+// The epilogue for rows [row, row + rows) and tokens [token, token + tokens); the caller fills in
+// the sums.
 inline EpilogueJob epilogue_part(const EpilogueJob& whole, int64_t row, int64_t rows, int64_t token,
                                  int64_t tokens) {
   EpilogueJob part = whole;
@@ -165,8 +165,8 @@ struct WholeSums {
   int64_t k_steps;
   const int32_t* x_sum;
 
-  // Widens sums that the next 32 k, at most 4096 in magnitude, could overflow. The last sums are
-  // widened where they are stored, so that their totals do not pass through L2 once more.
+  // Widens the sums if the next 32 k, at most 4096 in magnitude, could overflow them. The last sums
+  // are widened when they are stored, which saves their totals a way through L2.
   bool fold(TableBlock<U>& block, typename U::Sums more, int64_t rows, int64_t done) const {
     block.magnitudes = U::add(block.magnitudes, more);
     if (done >= k_steps || !U::any_above(block.magnitudes, 32767 - 4096)) return false;
@@ -216,18 +216,18 @@ struct WholeSums {
 
 // ---- how much of a job --------------------------------------------------------------------------
 
-// The parts of a job's tokens x tiles, and of how many tokens they are all; 0 where a product like
-// any other costs less.
+// How the tokens x tiles of a job are divided, and how many tokens that covers; 0 if an ordinary
+// product costs less.
 struct TableCut {
   TilePart tables, beside;
   int64_t tokens, cost;
 };
 
-// What 32 k of a job cost by U's costs, in hundredths of a cycle: `rows` rows of b blocks, and
-// products of one token with so many rows.
+// The cost of 32 k of a job by U's constants, in hundredths of a cycle: `rows` rows of b blocks,
+// and the products of one token with as many rows.
 template <class U>
 constexpr int64_t cost_of_both(int64_t rows, int64_t b, int64_t products) {
-  constexpr int64_t kTokens = 8 * U::kDotTokens;  // that meet a row while it adds 32 k
+  constexpr int64_t kTokens = 8 * U::kDotTokens;  // multiplied while a row adds 32 k
   const int64_t alone = rows * b;
   int64_t both = 0;
   if constexpr (kTokens > 0) both = alone < products / kTokens ? alone : products / kTokens;
@@ -235,8 +235,8 @@ constexpr int64_t cost_of_both(int64_t rows, int64_t b, int64_t products) {
          b * U::kBuildCost + (products - both * kTokens) * U::kProductCost;
 }
 
-// The multipliers get some of the tokens with all tiles; or some of the tiles with all tokens,
-// where tokens fill few blocks.
+// The multipliers take some of the tokens for all tiles; or, if the tokens fill few blocks, all
+// tokens for some of the tiles.
 template <class U>
 inline TableCut cut_table_job(int64_t tokens, int64_t tiles, int64_t tile_rows) {
   constexpr int64_t kGroup = U::kDotTokens == 0 ? 1 : U::kDotTokens;
@@ -264,9 +264,10 @@ inline TableCut cut_table_job(int64_t tokens, int64_t tiles, int64_t tile_rows) 
   return best;
 }
 
-// Calls f.template operator()<U>(parts) with the parts of a call's tokens at a time, U the wider
-// or the narrower tables, whichever cost less; returns how many tokens are done. A call has half of
-// the rows for which a product takes tables, as the end of a claim may leave.
+// Calls f.template operator()<U>(parts) for the tokens of one call after the other. U is the wider
+// or the narrower kind of tables, whichever costs less. Returns how many tokens are done. A call
+// needs only half of the rows for which a product chooses tables: the end of a claim may leave so
+// few.
 template <class Wide, class F>
 inline int64_t for_table_parts(TableInput in, int64_t tokens, int64_t tiles, int64_t tile_rows,
                                const F& f) {
@@ -298,8 +299,8 @@ inline int64_t for_table_parts(TableInput in, int64_t tokens, int64_t tiles, int
   return done;
 }
 
-// Tables want many rows for each building, and all of them before the next tokens. Sums with scales
-// of groups pass through L2 more often, so they are fewer.
+// To build tables pays only for many rows, and all rows come before the next tokens. With scales of
+// groups sums pass through L2 more often, so a call has fewer rows.
 template <class U>
 ProductBlocking blocking_by_tables(int64_t tokens, bool grouped) {
   const int64_t blocks = tokens <= U::kTokens ? 1 : kTableBlocks;

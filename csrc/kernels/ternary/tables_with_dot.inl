@@ -1,6 +1,6 @@
-// Additions from tables need loads, products need multipliers, so one loop has both: beside every
-// row's lines of tables a k-step of a tile is multiplied with a few further tokens. Uses tiles.inl
-// and row_indices.inl.
+// Tables keep the loads busy, products the multipliers, so one loop does both: with each row that
+// adds its lines of tables, a k-step of a tile is multiplied with a few further tokens. Uses
+// tiles.inl and row_indices.inl.
 
 // Tokens [token, token + tokens) of tiles [tile, tile + tiles).
 struct TilePart {
@@ -13,8 +13,8 @@ struct TableInput {
   int64_t tile_bytes, k_steps;
   const int8_t* x;  // of the job's token `token`
   int64_t x_stride, token;
-  TilePart tables;  // from the first tile and token on
-  TilePart beside;  // by the multipliers meanwhile
+  TilePart tables;  // made by tables, from the first tile and token on
+  TilePart beside;  // made by the multipliers meanwhile
   void* scratch;
 };
 
@@ -23,7 +23,7 @@ template <class U>
 [[gnu::always_inline]] inline typename U::Sums row_of_lines(const uint16_t* lines, const char* at,
                                                             typename U::Sums sum) {
   repeat<kTablesAtOnce / 4>([&]<int q>() BITNET_INLINE_LAMBDA {
-    uint64_t four;  // loads are what this is short of: no more of them for less to take apart
+    uint64_t four;  // loads are the bottleneck, so one load gets four line numbers
     __builtin_memcpy(&four, lines + 4 * q, 8);
     repeat<4>([&]<int i>() BITNET_INLINE_LAMBDA {
       constexpr int64_t table = (4 * q + i) * kTableSums * U::kTokens * 2;
@@ -55,7 +55,7 @@ template <class U, bool kFirst>
 
 // ---- k-steps for multipliers --------------------------------------------------------------------
 
-// As they lie in a tile of four fields.
+// The k-steps of a tile of four fields, as they are.
 template <class U>
 struct StepsOfFour : As<U, TwoBit>::Type {
   using D = typename As<U, TwoBit>::Type;
@@ -64,8 +64,8 @@ struct StepsOfFour : As<U, TwoBit>::Type {
   static auto load(const uint8_t* w) { return D::prepare(load_step(w)); }
 };
 
-// Of five fields, whose decoding is too long for the loop: made for a tile once as two steps of 2
-// bit, fields 0 to 3 and the fifth. The decoder has digits in bits 7-6.
+// The k-steps of a tile of five fields. To decode them takes too long for the loop, so each is made
+// once into two steps of 2 bit: fields 0 to 3, and the fifth. The decoder has digits in bits 7-6.
 template <class U>
 struct StepsOfFive {
   using D = typename As<U, Base3Digits>::Type;
@@ -104,20 +104,20 @@ struct StepsOfFive {
 
 // ---- rows and k-steps ---------------------------------------------------------------------------
 
-// A tile, tokens, and the k-steps of both that are next.
+// The tile, tokens and k-steps that the multipliers are at.
 template <class D>
 struct TileProduct {
   const uint8_t* w;
   const int8_t* x;
   int64_t x_stride;
   bool first;            // nothing in `sums`
-  const uint8_t* ahead;  // of the next tile, what is asked for meanwhile, so far apart at each step
+  const uint8_t* ahead;  // of the next tile: prefetched meanwhile, a piece at each step
   int64_t ahead_step;
   TileSums<D> sums;
 };
 
-// The same of `count` rows and of as many k-steps of T tokens; without rows (kRows false), of the
-// k-steps alone.
+// Adds lines for `count` rows and multiplies as many k-steps with T tokens; with kRows false only
+// the latter.
 template <class U, class D, int T, bool kRows, bool kFirst>
 [[gnu::noinline]] void add_both(const uint16_t* lines, const int16_t* tables, int64_t count,
                                 int16_t* sums, TileProduct<D>& product) {
@@ -150,24 +150,24 @@ template <class U, class D, int T, bool kRows, bool kFirst>
   });
 }
 
-// Rows by tables, and what is multiplied meanwhile. Here nothing is: registers or multipliers do
-// not suffice for both.
+// Rows by tables, and products meanwhile. This form makes no products: there are not enough
+// registers or multipliers for both.
 template <class U, class D, class F>
 struct InterleavedDot {
   static constexpr int64_t scratch_bytes(int64_t) { return 0; }
   InterleavedDot(const TableInput&, const F&, char*) {}
-  // sums[row] (+)= a line of each table.
+  // sums[row] (+)= one line of each table.
   template <bool kFirst>
   void add_rows(const uint16_t* lines, const int16_t* tables, int64_t rows, int16_t* sums) {
     add_lines<U, kFirst>(lines, tables, rows, sums);
   }
-  // The rest of what is multiplied.
+  // Makes the products that are left.
   void finish() {}
 };
 
-// Here it is in.beside, kDotTokens tokens at a time with one tile after the other. F says what
-// becomes of sums, folds.take(sums, tile, token, tokens, step), after every `run_steps` k-steps of
-// a tile and at its end; `step` is the first of them.
+// This form makes those of in.beside: kDotTokens tokens at a time, one tile after the other. After
+// every `run_steps` k-steps of a tile and at its end, F gets the sums: folds.take(sums, tile,
+// token, tokens, step), where `step` is the first of these k-steps.
 template <class U, class D, class F>
   requires(U::kDotTokens > 0)
 class InterleavedDot<U, D, F> {
@@ -184,7 +184,7 @@ class InterleavedDot<U, D, F> {
         decoded_(reinterpret_cast<uint8_t*>(scratch + T * in.k_steps * layout::kTileStepK)),
         tiles_(in.beside.tokens == 0 ? 0 : in.beside.tiles) {
     const int64_t whole = in.beside.tokens / T * T, row = in.k_steps * layout::kTileStepK;
-    for (int64_t t = 0; t < T && whole < in.beside.tokens; ++t) {  // nothing is read behind x
+    for (int64_t t = 0; t < T && whole < in.beside.tokens; ++t) {  // must not read behind x
       const int64_t token = whole + t < in.beside.tokens ? whole + t : whole;
       __builtin_memcpy(last_ + t * row, in.x + (in.beside.token + token) * in.x_stride, row);
     }
@@ -261,7 +261,7 @@ class InterleavedDot<U, D, F> {
 
   const TableInput& in_;
   const F& folds_;
-  int8_t* last_;  // tokens that are fewer than T, with others behind them
+  int8_t* last_;  // a copy of the last tokens, filled up to T
   uint8_t* decoded_;
   int64_t tiles_, tile_ = 0, token_ = 0, step_ = 0, begin_ = 0, run_end_ = 0;
   TileProduct<D> product_;

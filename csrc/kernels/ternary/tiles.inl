@@ -11,8 +11,8 @@ constexpr int64_t kPanelTokens = 64;
 constexpr int64_t kStepBytes = kTileLanes * layout::kTileStepK;
 constexpr int64_t kStepMultiple = 16;  // a tile has a multiple of so many k-steps
 
-// Decoders that have another, D::Wide, of fewer dots and more other operations: better for so many
-// tokens where those do not compete for ports.
+// Decoders with a second form, D::Wide, of fewer dots and more other operations: it is faster at
+// several tokens if these operations use other ports.
 template <class D>
 constexpr int kWideFrom = 0;
 template <class D>
@@ -85,7 +85,7 @@ template <int first, int FN, int T>
 template <class D, int F0, int FN, int T>
 [[gnu::always_inline]] inline void add_step(const typename D::Prepared& prepared, const int8_t* x,
                                             int64_t x_stride, TileAcc (&acc)[FN][T]) {
-  if constexpr (kFewRegisters && FN <= 2) {  // with all tokens in registers a sum would be spilled
+  if constexpr (kFewRegisters && FN <= 2) {  // all tokens in registers would spill a sum
     TileCodes c[FN];
     take_codes<D, F0>(prepared, c);
     add_token<0>(c, x, x_stride, acc);
@@ -120,8 +120,8 @@ template <int kLargest, class F>
   f.template operator()<kLargest>();
 }
 
-// Cuts tokens into the fewest groups of at most kLargest, as equal as can be, so that more tokens
-// never cost less.  kTogether tokens cost as much as one of them and are not parted.
+// Cuts tokens into the fewest groups of at most kLargest, nearly equal, so that more tokens never
+// cost less. kTogether tokens cost as much as one, so they stay together.
 template <int kLargest, int kTogether = 1, class F>
 inline void for_token_groups(int64_t tokens, const F& f) {
   const int64_t groups = (tokens + kLargest - 1) / kLargest;

@@ -33,7 +33,7 @@ SHAPES = {"2b-4t": (20, 5, 128), "bonsai-1.7b": (16, 8, 128)}
 USUAL = ("window:256,sinks=4", "top_k:0.25,sinks=4", "dynamic:min_ratio=0.1,max_ratio=0.5,sinks=4")
 _CACHE_BYTES = 448 << 20  # of all layers of a row
 # What --check asks for at this context: how many times as fast as dense.
-_CHECKED_CONTEXT, _LEAST = 16384, {"window:256,sinks=4": 8.0, "top_k:0.25,sinks=4": 2.2}
+_CHECKED_CONTEXT, _MIN_GAIN = 16384, {"window:256,sinks=4": 8.0, "top_k:0.25,sinks=4": 2.2}
 _NEVER_BELOW = 0.98
 
 
@@ -123,14 +123,14 @@ def _rows(s: AttentionSettings, shape: str, context: int, kv_dtype: str) -> list
         for name, word, samples in zip(("dense", *s.policies), words, rounds, strict=True):
             ratio = summarize(paired_ratios(rounds[0], samples))
             aimed = context == _CHECKED_CONTEXT and tokens == 1
-            least = _LEAST.get(name, _NEVER_BELOW) if aimed else _NEVER_BELOW
+            minimum = _MIN_GAIN.get(name, _NEVER_BELOW) if aimed else _NEVER_BELOW
             rows.append(
                 {
                     "shape": shape, "context": context, "kv": kv_dtype, "threads": threads,
                     "tokens": tokens, "policy": name, "time_us": summarize(samples).to_dict(1e6),
                     "times_dense": ratio.to_dict(),
                     "read": round(_share_read(caches, word, tokens), 4) if word else 1.0,
-                    "flags": ["slow"] if word and ratio.median < least else [],
+                    "flags": ["slow"] if word and ratio.median < minimum else [],
                 }
             )  # fmt: skip
     return rows

@@ -133,9 +133,9 @@ def _product_case(
 ) -> Case:
     """A case of `op(weight, x, (n, k))` on a ternary matrix."""
     m = x.shape[0]
-    least = 32, 128
-    small = pack_ternary(torch.zeros(least, dtype=torch.int8)).repack(weight_format).weight
-    small_x = x[:, : least[1]].contiguous()
+    smallest = 32, 128
+    small = pack_ternary(torch.zeros(smallest, dtype=torch.int8)).repack(weight_format).weight
+    small_x = x[:, : smallest[1]].contiguous()
     matrices, size = ws.matrices(n, k, weight_format, hot=hot)
     dense, _ = ws.dense.tensors([(n, k)], torch.bfloat16)
     floating = x if x.is_floating_point() else torch.randn(x.shape, generator=ws.generator)
@@ -166,7 +166,7 @@ def _product_case(
         check=check,
         baselines={"torch_bf16": baseline} if len(dense) > 1 and m <= _BASELINE_TOKENS else {},
         format=weight_format,
-        call=lambda: op(small, small_x, least),
+        call=lambda: op(small, small_x, smallest),
     )
 
 

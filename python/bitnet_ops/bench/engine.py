@@ -32,8 +32,8 @@ from bitnet_ops.nn.kv_pool import KVPool
 
 _ENDLESS = 1 << 20
 _WARM_STEPS = 3
-_MOST_STEPS = 96  # of a figure
-ROOM = 2 * _MOST_STEPS  # positions that a stream may grow by meanwhile
+_MAX_STEPS = 96  # of a figure
+ROOM = 2 * _MAX_STEPS  # positions that a stream may grow by meanwhile
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def streams_row(
 ) -> Row:
     """Tokens of `streams` requests that decode together."""
     use_threads(limits.threads)
-    budget = Budget(bench.budget().seconds, 4 if bench.settings.quick else 16, _MOST_STEPS)
+    budget = Budget(bench.budget().seconds, 4 if bench.settings.quick else 16, _MAX_STEPS)
     prompts = streams * context  # all in one step, so that nobody decodes before the last is there
     run = Streams(bench.model, prompts + streams * ROOM, streams, block_size, 64 + prompts)
     run.decoding(streams, context)
@@ -227,12 +227,12 @@ def _spread(seconds: list[float]) -> dict[str, float]:
 
 def _rows(bench: ModelBench, limits: MachineLimits, s: EngineSettings) -> list[Row]:
     size = s.block_size
-    most = bench.model.config.max_position_embeddings
+    maximum = bench.model.config.max_position_embeddings
     rows = [
         streams_row(bench, limits, streams, context, size)
         for context in s.contexts
         for streams in s.streams
-        if context + 64 < most
+        if context + 64 < maximum
     ]
     rows.append(queue_row(bench, limits, 8 if s.quick else 24, size))
     return rows

@@ -22,7 +22,7 @@ _SAMPLE_NS = 20_000
 # One of cold runs is made of as many calls as the slowest run makes in this time: long against
 # finding its code and the other threads again, short against a time slice.
 _COLD_SAMPLE_NS = 1_000_000
-_MOST_CALLS = 64
+_MAX_CALLS = 64
 # A call longer than this reloads every cache many times over; going warm into it changes nothing.
 _NEVER_WARM_NS = 50_000_000
 
@@ -96,7 +96,7 @@ class _Sampler:
         self._call, self._warm, self._clock, self._next = run.call, run.warm, clock, 0
         # The first call pays for page faults and thread start; the shorter of two is the usual one.
         self.single_ns = max(min(self._take(1), self._take(1)), 1)
-        self.calls = min(_MOST_CALLS, math.ceil(_SAMPLE_NS / self.single_ns))
+        self.calls = min(_MAX_CALLS, math.ceil(_SAMPLE_NS / self.single_ns))
         self._warm = run.warm and self.single_ns < _NEVER_WARM_NS
 
     def _take(self, calls: int) -> int:
@@ -121,7 +121,7 @@ def _samplers(runs: Sequence[Timed], clock: Clock) -> list[_Sampler]:
     cold = [sampler for run, sampler in zip(runs, samplers, strict=True) if run.cold]
     if cold:
         in_a_row = _COLD_SAMPLE_NS // max(sampler.single_ns for sampler in cold)
-        calls = max(min(in_a_row, _MOST_CALLS), *(sampler.calls for sampler in cold))
+        calls = max(min(in_a_row, _MAX_CALLS), *(sampler.calls for sampler in cold))
         for sampler in cold:
             sampler.calls = calls
     return samplers

@@ -19,14 +19,14 @@ from bitnet_ops.bench.harness import Budget, SpeedProbe, Timed, digits, interlea
 from bitnet_ops.bench.memory import ColdMemory, round_up
 
 _PEAK_SECONDS = 2e-4  # long against entering a parallel region, short against a time slice
-_MOST_TIMES = 100  # at most 20 ms
+_MAX_TIMES = 100  # at most 20 ms
 _READ_WINDOW = 1 << 24
 # A figure above its limit by more than this has a wrong limit or a wrong clock.
 PLAUSIBLE = 1.1
 # A measurement that cannot be true, or that others disturbed, is taken so often.
 ATTEMPTS = 3
 # More threads that read less than this share of what fewer read wait for a CPU.
-_LEAST_GAIN = 0.7
+_MIN_GAIN = 0.7
 
 
 class ReadForm(NamedTuple):
@@ -95,9 +95,9 @@ class PeakLimit:
     """
 
     def __init__(self) -> None:
-        self._least = self._calibrate()
+        self._min_iterations = self._calibrate()
         self._macs_of_one = _runtime.probe_int8_peak(1)
-        self.speed = SpeedProbe(lambda: _runtime.probe_int8_peak(self._least))
+        self.speed = SpeedProbe(lambda: _runtime.probe_int8_peak(self._min_iterations))
 
     def _calibrate(self) -> int:
         """Iterations of 0.2 ms. On one thread: each thread does them all, and none has to wait."""
@@ -117,7 +117,9 @@ class PeakLimit:
 
     def run(self, macs: int = 0) -> tuple[Timed, int]:
         """A run of about `macs` multiply-adds, and how many they are exactly."""
-        iterations = min(max(self._least, macs // self._macs_of_one), _MOST_TIMES * self._least)
+        iterations = min(
+            max(self._min_iterations, macs // self._macs_of_one), _MAX_TIMES * self._min_iterations
+        )
         run = Timed(lambda _: _runtime.probe_int8_peak(iterations))
         return run, iterations * self._macs_of_one
 
@@ -180,7 +182,7 @@ def measure_all_limits(
     found = [measure_limits(memory, count, budget) for count in threads]
 
     def waits(limits: MachineLimits, fewer: MachineLimits) -> bool:
-        slower = limits.read_gb_s < _LEAST_GAIN * fewer.read_gb_s
+        slower = limits.read_gb_s < _MIN_GAIN * fewer.read_gb_s
         return limits.threads > fewer.threads and slower
 
     return [

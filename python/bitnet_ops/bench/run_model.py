@@ -77,8 +77,8 @@ class ModelBench:
 
     def budget(self) -> Budget:
         """Of a decode figure: at least the 64 tokens of tg64, once; quick: 8."""
-        least = 8 if self.settings.quick else DECODED
-        return Budget(0.2 if self.settings.quick else 1.5, least, 512)
+        minimum = 8 if self.settings.quick else DECODED
+        return Budget(0.2 if self.settings.quick else 1.5, minimum, 512)
 
 
 def read_run(bench: ModelBench, limits: MachineLimits) -> tuple[Timed, int]:
@@ -199,8 +199,8 @@ def about_minutes(settings: ModelSettings) -> int:
     seconds = 20.0 * len(settings.formats)  # making the model
     for threads in settings.threads:
         rows = [1] * len(settings.contexts) + [batch for batch in settings.batches if batch > 1]
-        least_s, steps = (0.2, 8) if settings.quick else (1.5, DECODED)
-        row_s = [max(least_s, steps * max(step_s, batch * token_s)) for batch in rows]
+        min_s, steps = (0.2, 8) if settings.quick else (1.5, DECODED)
+        row_s = [max(min_s, steps * max(step_s, batch * token_s)) for batch in rows]
         prompts = _prompts(settings, threads)
         tokens = sum(n * (_repeats(n) + (n <= 128)) for n in prompts)  # a short one goes before
         seconds += 10 + sum(row_s) + tokens * token_s

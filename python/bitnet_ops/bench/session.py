@@ -117,9 +117,9 @@ def warnings(environment: dict[str, Any], limits: list[dict[str, Any]]) -> list[
             f"load average {load[0]:g} on {counted(cpus, 'CPU')}: other processes run; use the "
             "ratios only"
         )
-    most = max(environment["threads"])
-    if most > cpus:
-        found.append(f"{most} threads on {counted(cpus, 'CPU')}: threads wait for each other")
+    maximum = max(environment["threads"])
+    if maximum > cpus:
+        found.append(f"{maximum} threads on {counted(cpus, 'CPU')}: threads wait for each other")
     last_cache = max(environment["cache_bytes"].values(), default=0)
     if environment["cold_bytes"][0] < 4 * last_cache:
         found.append(

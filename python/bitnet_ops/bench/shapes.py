@@ -16,7 +16,7 @@ WEIGHT_FORMATS = storage.FORMATS
 USUAL = storage.USUAL_FORMAT  # what models are loaded in
 HEAD_FORMATS = ("bf16", *(n for n, row in storage.HEAD_FORMATS.items() if row.quantized))
 KV_DTYPES = tuple(n for n in storage.KV_TYPES if n != "float32")
-_MOST_FEATURES = 131072
+_MAX_FEATURES = 131072
 
 
 @dataclass(frozen=True)
@@ -72,22 +72,24 @@ def parse_shapes(text: str) -> ShapeSet:
         match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", word)
         if word in MODELS:
             models[word] = MODELS[word]
-        elif match and int(match[2]) <= _MOST_FEATURES:
+        elif match and int(match[2]) <= _MAX_FEATURES:
             matrices.append((int(match[1]), int(match[2])))
         else:
             raise ValueError(
                 f"--shapes: expected names among {', '.join(MODELS)} or NxK such as 2560x6912 with "
-                f"K up to {_MOST_FEATURES}, got '{word}'"
+                f"K up to {_MAX_FEATURES}, got '{word}'"
             )
     return ShapeSet(models, matrices)
 
 
-def parse_counts(option: str, text: str, most: int, least: int = 1) -> tuple[int, ...]:
-    """Read a list of integers such as "1,4,32", each from `least` to `most`."""
+def parse_counts(option: str, text: str, maximum: int, minimum: int = 1) -> tuple[int, ...]:
+    """Read a list of integers such as "1,4,32", each from `minimum` to `maximum`."""
     counts = []
     for word in text.split(","):
-        if not word.isdigit() or not least <= int(word) <= most:
-            raise ValueError(f"{option}: expected integers from {least} to {most}, got '{word}'")
+        if not word.isdigit() or not minimum <= int(word) <= maximum:
+            raise ValueError(
+                f"{option}: expected integers from {minimum} to {maximum}, got '{word}'"
+            )
         counts.append(int(word))
     return tuple(dict.fromkeys(counts))
 

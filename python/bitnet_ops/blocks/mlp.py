@@ -89,10 +89,10 @@ def kept_inputs(line: Line, x: Tensor) -> Tensor:
         entropy = total.log() - (weight * code.log()).sum(-1) / total
         spread = (entropy / math.log(k)).clamp(0, 1) if k > 1 else torch.zeros_like(entropy)
         ratio = ratio + (high - low).double() * spread
-    most = torch.ceil(ratio * k).unsqueeze(-1)
+    maximum = torch.ceil(ratio * k).unsqueeze(-1)
     left = count.flip(-1).cumsum(-1).flip(-1)  # codes of at least that magnitude
     largest = size.amax(-1, keepdim=True).clamp(min=1)
-    stays = (left <= most) | (torch.arange(129) >= largest)
+    stays = (left <= maximum) | (torch.arange(129) >= largest)
     stays[..., 0] = False
     cut = stays.int().argmax(-1, keepdim=True)
     return x.masked_fill((size > 0) & (size < cut), 0)

@@ -42,7 +42,7 @@ _PROMPTS, _CONTEXTS, _BATCHES = ("128,512,2048", "128"), ("0,2048,8192", "0"), (
 _ATTENDED = ("8192,16384,32768", "4096")
 _STREAMS, _STREAM_CONTEXTS = ("1,2,4,8,16,32,64", "1,4,16"), ("128,2048", "128")
 _SERVED, _RATES, _REQUESTS, _SYSTEM = ("1,4,8,16,32", "1,4"), ("0.5,1", "2"), (40, 10), (512, 64)
-_MOST_TOKENS, _MOST_THREADS = 4096, 1024
+_MAX_TOKENS, _MAX_THREADS = 4096, 1024
 _DUMMY = "2b-4t"
 _FORMATS = "auto+int8"
 
@@ -215,10 +215,10 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings:
         raise ValueError(f"--rates: expected 0 to 10000, got {args.rates}")
     requests = _REQUESTS[quick] if args.requests is None else args.requests
     system = _SYSTEM[quick] if args.system_tokens is None else args.system_tokens
-    for option, value, least in (("--requests", requests, 1), ("--system-tokens", system, 0)):
-        if not least <= value <= 100_000:
-            raise ValueError(f"{option}: expected {least} to 100000, got {value}")
-    streams = parse_counts("--streams", args.streams or _SERVED[quick], 512, least=0)
+    for option, value, minimum in (("--requests", requests, 1), ("--system-tokens", system, 0)):
+        if not minimum <= value <= 100_000:
+            raise ValueError(f"{option}: expected {minimum} to 100000, got {value}")
+    streams = parse_counts("--streams", args.streams or _SERVED[quick], 512, minimum=0)
     return ServeSettings(
         model=args.model,
         streams=tuple(n for n in streams if n),
@@ -260,9 +260,9 @@ def _run_serve(args: argparse.Namespace) -> int:
 def _threads(args: argparse.Namespace) -> tuple[int, ...]:
     import torch
 
-    most = torch.get_num_threads()
+    maximum = torch.get_num_threads()
     return parse_counts(
-        "--threads", args.threads or (f"1,{most}" if most > 1 else "1"), _MOST_THREADS
+        "--threads", args.threads or (f"1,{maximum}" if maximum > 1 else "1"), _MAX_THREADS
     )
 
 
@@ -280,7 +280,7 @@ def ops_settings(args: argparse.Namespace) -> OpsSettings:
     formats = USUAL if args.weight_format == "auto" else args.weight_format
     return OpsSettings(
         shapes=args.shapes,
-        tokens=parse_counts("--m", args.m or _M[args.quick], _MOST_TOKENS),
+        tokens=parse_counts("--m", args.m or _M[args.quick], _MAX_TOKENS),
         threads=_threads(args),
         formats=parse_words("--weight-format", formats, WEIGHT_FORMATS),
         quick=args.quick,
@@ -317,7 +317,7 @@ def model_settings(args: argparse.Namespace) -> ModelSettings:
         formats=_pairs(args.formats, "auto"),
         kv_dtypes=parse_words("--kv-dtype", kv_dtypes, KV_DTYPES),
         prompts=parse_counts("--prompts", args.prompts or _PROMPTS[quick], 8192),
-        contexts=parse_counts("--contexts", contexts, 16384 - 64, least=0),
+        contexts=parse_counts("--contexts", contexts, 16384 - 64, minimum=0),
         batches=parse_counts("--batches", args.batches or _BATCHES[quick], 64),
         threads=_threads(args),
         cold_mib=128 if quick else 512,
@@ -335,21 +335,21 @@ def _of_model(args: argparse.Namespace, settings: ModelSettings) -> ModelSetting
     lm = load(args.model, weight_format="canonical", head_format="stored")  # nothing is copied
     if lm.config.embedding_only:
         raise ValueError(f"MODEL: expected one that generates, got an embedding model {lm.path}")
-    most = lm.config.max_position_embeddings
+    maximum = lm.config.max_position_embeddings
     for option, asked, counts, room in (
         ("--prompts", args.prompts, settings.prompts, 0),
         ("--contexts", args.contexts, settings.contexts, DECODED),
     ):
-        if asked and max(counts) + room > most:
+        if asked and max(counts) + room > maximum:
             raise ValueError(
-                f"{option}: expected at most {most - room}, for the model has {most} positions, "
-                f"got {max(counts)}"
+                f"{option}: expected at most {maximum - room}, for the model has {maximum} "
+                f"positions, got {max(counts)}"
             )
     return dataclasses.replace(
         settings,
         model=str(lm.path),
-        prompts=tuple(n for n in settings.prompts if n <= most) or (most // 2,),
-        contexts=tuple(n for n in settings.contexts if n + DECODED <= most),
+        prompts=tuple(n for n in settings.prompts if n <= maximum) or (maximum // 2,),
+        contexts=tuple(n for n in settings.contexts if n + DECODED <= maximum),
     )
 
 

@@ -313,7 +313,7 @@ def _binding(runtimes: list[str] | None) -> list[str]:
 
 def _thread_problems(threads: Facts) -> list[Problem]:
     used, available, alone = threads["torch"], threads["available"], threads["torch_alone"]
-    most, found = threads["default"], list[Problem]()
+    maximum, found = threads["default"], list[Problem]()
     if names := " and ".join(threads["binding"]):
         problem = f"{names}: OpenMP binds threads, which pins the main one when torch is imported"
         remedy = f"unset {names}; use taskset or numactl on the process"
@@ -321,16 +321,18 @@ def _thread_problems(threads: Facts) -> list[Problem]:
     if used > available:
         problem = f"torch uses {counted(used, 'thread')}, {available} can run at the same time"
         found.append(("warning", problem, f"set OMP_NUM_THREADS={available}"))
-    elif used < most:
+    elif used < maximum:
         problem = (
-            f"torch uses {used} of {counted(most, 'thread')} that can run on cores of their own"
+            f"torch uses {used} of {counted(maximum, 'thread')} that can run on cores of their own"
         )
         remedy = "raise or unset OMP_NUM_THREADS and MKL_NUM_THREADS"
         found.append(("warning", problem, remedy))
-    elif alone is not None and alone < most:
-        problem = f"torch takes {alone} of {most} threads by itself, as where a sandbox or service "
+    elif alone is not None and alone < maximum:
+        problem = (
+            f"torch takes {alone} of {maximum} threads by itself, as where a sandbox or service "
+        )
         problem += "refuses sched_setaffinity; commands take all"
-        remedy = f"in programs of your own call torch.set_num_threads({most})"
+        remedy = f"in programs of your own call torch.set_num_threads({maximum})"
         found.append(("warning", problem, remedy))
     return found
 

@@ -360,9 +360,9 @@ def open_model(
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-        if args.threads > (most := machine.cpus_available()):
-            cpus = counted(most, "CPU")
-            say(f"note: {args.threads} threads on {cpus} wait for each other; try -t {most}")
+        if args.threads > (maximum := machine.cpus_available()):
+            cpus = counted(maximum, "CPU")
+            say(f"note: {args.threads} threads on {cpus} wait for each other; try -t {maximum}")
     with progress_line() as progress:
         progress("loading the model")
         lm = load(

@@ -17,7 +17,7 @@ from bitnet_ops.errors import counted
 _APART = ("format_version", "verified", "vision")
 _WIDEST = 200  # characters of a value of the private block
 _COLUMNS = ("tensor", "format", "shape", "scale", "-1 / 0 / +1 %", "sha256")
-_LEAST = 3  # columns that are shown however narrow the terminal is: a name is never broken
+_MIN_SHOWN = 3  # columns that are shown however narrow the terminal is: a name is never broken
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +91,9 @@ def lines(report: dict[str, Any], width: int | None = None) -> list[str]:
     table = [_COLUMNS, *map(_cells, report["tensors"])]
     widths = [max(len(cells[i]) for cells in table) for i in range(len(_COLUMNS))]
     count = len(_COLUMNS)
-    while width is not None and count > _LEAST and sum(widths[:count]) + 2 * (count - 1) > width:
+    while (
+        width is not None and count > _MIN_SHOWN and sum(widths[:count]) + 2 * (count - 1) > width
+    ):
         count -= 1
     text = [
         "  ".join(c.ljust(w) for c, w in zip(cells[:count], widths, strict=False)).rstrip()

@@ -42,8 +42,8 @@ from bitnet_ops.config.scalings import Scalings as Scalings
 from bitnet_ops.config.scheme import KNOWN_KEYS, SchemeError, quantization_options
 from bitnet_ops.config.sparsity import ActivationSparsity
 from bitnet_ops.config.values import (
-    MOST_HEAD_DIM,
-    MOST_LAYERS,
+    MAX_HEAD_DIM,
+    MAX_LAYERS,
     epsilon,
     flag,
     integer,
@@ -333,7 +333,7 @@ def _token_ids(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 def _head_dim(config: Mapping[str, Any], hidden: int, heads: int, default: int | None) -> int:
     if config.get("head_dim") is not None or default is not None:
-        return integer(config, "head_dim", default, MOST_HEAD_DIM)
+        return integer(config, "head_dim", default, MAX_HEAD_DIM)
     if hidden % heads:
         raise reject(
             "hidden_size",
@@ -341,7 +341,7 @@ def _head_dim(config: Mapping[str, Any], hidden: int, heads: int, default: int |
             f"to be a multiple of num_attention_heads {heads}",
             "or state head_dim in config.json",
         )
-    return integer({"head_dim": hidden // heads}, "head_dim", most=MOST_HEAD_DIM)
+    return integer({"head_dim": hidden // heads}, "head_dim", maximum=MAX_HEAD_DIM)
 
 
 def _activation(config: Mapping[str, Any], family: Family) -> object:
@@ -388,7 +388,7 @@ def _fields(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], 
         "vocab_size": integer(config, "vocab_size"),
         "hidden_size": hidden,
         "intermediate_size": integer(config, "intermediate_size"),
-        "num_hidden_layers": integer(config, "num_hidden_layers", most=MOST_LAYERS),
+        "num_hidden_layers": integer(config, "num_hidden_layers", maximum=MAX_LAYERS),
         "num_attention_heads": heads,
         "num_key_value_heads": integer(config, "num_key_value_heads", kv_heads),
         "head_dim": head_dim,

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 from bitnet_ops.config.keys import HARMLESS, MATHS, PRIVATE_BLOCK, READ, REMARKS
 from bitnet_ops.config.values import (
-    MOST_LAYERS,
+    MAX_LAYERS,
     UnsupportedModelError,
     flag,
     integer,
@@ -23,10 +23,10 @@ from bitnet_ops.config.values import (
 from bitnet_ops.errors import printable
 
 FULL, LINEAR = "full_attention", "linear_attention"
-# tensors with the signs of a rotation: behind it the width of the input that they turn
+# tensors with the signs of a rotation: behind it the width of the input that they belong to
 ROTATION = "model.rotation."
 _INTERVAL = 4  # every fourth layer has attention where a config.json is silent
-_LEAST_BLOCK, _MOST_BLOCK = 16, 1 << 13
+_MIN_BLOCK, _MAX_BLOCK = 16, 1 << 13
 
 # keys of a family of hybrids that are read here
 KEYS = frozenset(
@@ -104,7 +104,7 @@ class Rotation:
         """Of an input width; 0: it is not rotated."""
         return dict(self.blocks).get(width, 0)
 
-    def turns(self, module: str, width: int) -> bool:
+    def rotates(self, module: str, width: int) -> bool:
         """Whether a Hadamard transform is due of the input of `module`, a ternary matrix."""
         return module not in self.plain and self.block(width) != 0
 
@@ -179,7 +179,7 @@ def refuse_states(who: str, config: Mapping[str, Any]) -> None:
 def read_delta_net(config: Mapping[str, Any]) -> DeltaNet | None:
     """The Gated DeltaNet layers of a flat config.json; None where every layer has attention."""
     _check_options(config)
-    count = integer(config, "num_hidden_layers", most=MOST_LAYERS)
+    count = integer(config, "num_hidden_layers", maximum=MAX_LAYERS)
     layers = tuple(i for i, kind in enumerate(_kinds(config, count)) if kind == LINEAR)
     result = DeltaNet(
         layers,
@@ -193,21 +193,21 @@ def read_delta_net(config: Mapping[str, Any]) -> DeltaNet | None:
         raise reject("linear_num_value_heads", result.value_heads,
                      f"to be a multiple of linear_num_key_heads {result.key_heads}",
                      "repair config.json")  # fmt: skip
-    for name, value, most in (
-        ("linear_key_head_dim", result.key_dim, MOST_KEY_DIM),
-        ("linear_value_head_dim", result.value_dim, MOST_KEY_DIM),
+    for name, value, maximum in (
+        ("linear_key_head_dim", result.key_dim, MAX_KEY_DIM),
+        ("linear_value_head_dim", result.value_dim, MAX_KEY_DIM),
     ):
-        if value % STATE_COLUMNS or value > most:
-            raise reject(name, value, f"to be a multiple of {STATE_COLUMNS} up to {most}",
+        if value % STATE_COLUMNS or value > maximum:
+            raise reject(name, value, f"to be a multiple of {STATE_COLUMNS} up to {maximum}",
                          "states of other sizes are not implemented")  # fmt: skip
-    if not 2 <= result.kernel <= MOST_KERNEL:
-        raise reject("linear_conv_kernel_dim", result.kernel, f"to be from 2 to {MOST_KERNEL}",
+    if not 2 <= result.kernel <= MAX_KERNEL:
+        raise reject("linear_conv_kernel_dim", result.kernel, f"to be from 2 to {MAX_KERNEL}",
                      "other convolutions are not implemented")  # fmt: skip
     return result if layers else None
 
 
 STATE_COLUMNS = 32  # as csrc/kernels/kernel_table.h has it
-MOST_KEY_DIM, MOST_KERNEL = 256, 8
+MAX_KEY_DIM, MAX_KERNEL = 256, 8
 
 
 def _check_options(config: Mapping[str, Any]) -> None:
@@ -298,8 +298,8 @@ def read_sections(config: Mapping[str, Any], rotary_dim: int) -> tuple[int, int,
 
 
 def is_block(size: object) -> TypeGuard[int]:
-    """Whether blocks of that size can be turned: a power of two."""
-    return type(size) is int and _LEAST_BLOCK <= size <= _MOST_BLOCK and not size & (size - 1)
+    """Whether blocks can have that size: a power of two."""
+    return type(size) is int and _MIN_BLOCK <= size <= _MAX_BLOCK and not size & (size - 1)
 
 
 def read_rotation(found: Mapping[str, Any]) -> Rotation | None:

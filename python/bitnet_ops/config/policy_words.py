@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, NoReturn, TypeAlias
 
-MOST = 2**31 - 1
+MAX_INTEGER = 2**31 - 1
 Number: TypeAlias = "int | float"
 
 
@@ -25,8 +25,9 @@ def share() -> Key:
     return Key(float, lambda x: 0 < x <= 1, "above 0 and at most 1", required=True)
 
 
-def count(least: int, *, required: bool = False) -> Key:
-    return Key(int, lambda n: least <= n <= MOST, f"an integer of at least {least}", required)
+def count(minimum: int, *, required: bool = False) -> Key:
+    expected = f"an integer of at least {minimum}"
+    return Key(int, lambda n: minimum <= n <= MAX_INTEGER, expected, required)
 
 
 def keys_of(

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bitnet_ops.config.values import MOST_LAYERS, base, factor, flag, integer, reject
+from bitnet_ops.config.values import MAX_LAYERS, base, factor, flag, integer, reject
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _WINDOW = 4096  # where a config.json is silent, in all these families
@@ -44,7 +44,7 @@ def layer_kinds(config: Mapping[str, Any], kind: str) -> list[str]:
     """FULL or SLIDING of every layer; empty for families without windows."""
     if not kind:
         return []
-    layers = integer(config, "num_hidden_layers", most=MOST_LAYERS)
+    layers = integer(config, "num_hidden_layers", maximum=MAX_LAYERS)
     stated = config.get("layer_types")
     if stated is not None:
         _check_kinds(stated, layers)
@@ -129,7 +129,7 @@ def _stated(config: Mapping[str, Any], name: str) -> float:
 
 
 def _minicpm(config: Mapping[str, Any], hidden: int) -> Scalings:
-    layers = integer(config, "num_hidden_layers", most=MOST_LAYERS)
+    layers = integer(config, "num_hidden_layers", maximum=MAX_LAYERS)
     denominator = config.get("mup_denominator")
     if denominator is not None and denominator != layers:
         raise reject(

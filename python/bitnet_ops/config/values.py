@@ -21,19 +21,19 @@ def reject(name: str, value: object, expected: str, remedy: str) -> UnsupportedM
     return UnsupportedModelError(f"config: expected {name} {expected}, got {value!r}; {remedy}")
 
 
-MOST_LAYERS = 1 << 12  # the deepest published models have some hundred
-MOST_HEAD_DIM = 1 << 16
+MAX_LAYERS = 1 << 12  # the deepest published models have some hundred
+MAX_HEAD_DIM = 1 << 16
 
 
 def integer(
-    config: Mapping[str, Any], name: str, default: int | None = None, most: int = 2**31 - 1
+    config: Mapping[str, Any], name: str, default: int | None = None, maximum: int = 2**31 - 1
 ) -> int:
-    """A positive integer; `most` bounds what is made of a number before a tensor proves it."""
+    """A positive integer; `maximum` bounds what is made of a number before a tensor proves it."""
     value = config.get(name)
     if value is None and default is not None:
         return default
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
-        limit = "" if most == 2**31 - 1 else f" of at most {most}"
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= maximum:
+        limit = "" if maximum == 2**31 - 1 else f" of at most {maximum}"
         raise reject(name, value, f"to be a positive integer{limit}", "repair config.json")
     return value
 

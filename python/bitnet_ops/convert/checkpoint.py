@@ -615,7 +615,7 @@ def _load_pickle(path: Path) -> dict[str, torch.Tensor]:
 
 
 _LEGACY_PICKLES = 5  # magic, protocol, system, the value, storages; then bytes
-_MOST_IN_TUPLE = 1000  # torch.save's have a tensor's sizes and strides
+_MAX_IN_TUPLE = 1000  # torch.save's have a tensor's sizes and strides
 
 
 def _check_tuples(stream: IO[bytes]) -> None:
@@ -640,8 +640,8 @@ def _check_tuples(stream: IO[bytes]) -> None:
             (size,) = parts
         elif op.name.endswith("GET"):
             size = memo[int(argument or 0)]
-        if size > _MOST_IN_TUPLE:
-            raise ValueError(f"a tuple of more than {_MOST_IN_TUPLE} parts")
+        if size > _MAX_IN_TUPLE:
+            raise ValueError(f"a tuple of more than {_MAX_IN_TUPLE} parts")
         sizes += [0 if kind is pickletools.markobject else size for kind in op.stack_after]
         if op.name.endswith("PUT") or op.name == "MEMOIZE":
             memo[len(memo) if argument is None else int(argument)] = sizes[-1]

@@ -132,16 +132,16 @@ class LogitComparison:
         noise: of two right forwards of this model; twice that is allowed.
         """
         n = noise or LogitComparison()
-        most = max(MAX_RELATIVE_DIFFERENCE, 2 * n.relative)
-        least = MIN_TOP1 if noise is None else min(MIN_TOP1, 1 - 2 * (1 - n.top1))
+        maximum = max(MAX_RELATIVE_DIFFERENCE, 2 * n.relative)
+        minimum = MIN_TOP1 if noise is None else min(MIN_TOP1, 1 - 2 * (1 - n.top1))
         apart = max(MAX_LOSS_DIFFERENCE, 2 * n.loss_difference)
         failures = [] if self.finite else ["non-finite logits"]
-        if not self.relative <= most:
+        if not self.relative <= maximum:
             failures.append(
-                f"a logit off by {self.relative:.3g} of the largest (at most {most:.3g})"
+                f"a logit off by {self.relative:.3g} of the largest (at most {maximum:.3g})"
             )
-        if not self.top1 >= least:
-            failures.append(f"top-1 agreement {self.top1:.4f} (at least {least:.4g})")
+        if not self.top1 >= minimum:
+            failures.append(f"top-1 agreement {self.top1:.4f} (at least {minimum:.4g})")
         if not self.loss_difference <= apart:
             failures.append(
                 f"losses {self.loss_difference:.4g} nats per token apart (at most {apart:.3g})"

@@ -118,8 +118,8 @@ def _ratios(a: Tensor, b: Tensor) -> Tensor:
     if a.dim() != b.dim():  # one of them has groups
         a, b = (t if t.dim() == 2 else t[:, None] for t in (a, b))
     if 1 < a.shape[-1] != b.shape[-1] > 1 and a.dim() == 2:  # of another size: 128 are two of 64
-        most = max(a.shape[1], b.shape[1])
-        a, b = (t.repeat_interleave(-(-most // t.shape[1]), dim=1)[:, :most] for t in (a, b))
+        maximum = max(a.shape[1], b.shape[1])
+        a, b = (t.repeat_interleave(-(-maximum // t.shape[1]), dim=1)[:, :maximum] for t in (a, b))
     left, right = torch.broadcast_tensors(a.double(), b.double())
     return torch.where(left == right, torch.ones_like(left), right / left).reshape(-1)
 

@@ -50,8 +50,8 @@ class Maths:
     delta_net: layers without attention. output_gate: what attention gives is multiplied by the
         sigmoid of a gate, which lies behind each head's query. Fewer frequencies than pairs in a
         head turn its first features alone.
-    blocks: of each input width that a Hadamard matrix turns, after the signs that are called
-        model.rotation.<width>. plain: modules with inputs of such widths that it does not turn.
+    blocks: of each input width that a Hadamard matrix transforms, after the signs that are called
+        model.rotation.<width>. plain: modules with inputs of such widths that it leaves alone.
     """
 
     layers: int
@@ -109,7 +109,7 @@ class Forward:
         """float64 logits [T, V] of every sequence of token ids."""
         states = self.hidden(sequences)
         name = "model.embed_tokens" if self.maths.tied else "lm_head"
-        states = [self._turned(x, name) for x in states]
+        states = [self._rotated(x, name) for x in states]
         pieces = self._read(f"{name}.weight").split(_HEAD_ROWS)
         return [torch.cat([x @ piece.double().t() for piece in pieces], dim=1) for x in states]
 
@@ -118,7 +118,7 @@ class Forward:
         m = self.maths
         embedding = self._read("model.embed_tokens.weight")
         rows = [embedding[torch.tensor(ids)].double() for ids in sequences]
-        states = [self._turned_back(x, "model.embed_tokens") * m.embedding for x in rows]
+        states = [self._rotated_back(x, "model.embed_tokens") * m.embedding for x in rows]
         if self._nudge:
             g = torch.Generator().manual_seed(0)
             signs = [torch.rand(x.shape, generator=g, dtype=torch.float64) * 2 - 1 for x in states]
@@ -143,18 +143,18 @@ class Forward:
         return get
 
     def _rotation(self, width: int, module: str) -> tuple[int, Tensor] | None:
-        """(block, signs) of a matrix with inputs of that width, None where they are not turned."""
+        """(block, signs) of a matrix with inputs of that width, None without a transform."""
         block = self.maths.blocks.get(width, 0)
         if not block or module in self.maths.plain:
             return None
         return block, self._read(f"model.rotation.{width}.weight").double().flatten()
 
-    def _turned(self, x: Tensor, module: str) -> Tensor:
+    def _rotated(self, x: Tensor, module: str) -> Tensor:
         """x as the matrix `module` wants it."""
         found = self._rotation(x.shape[-1], module)
         return x if found is None else _by_hadamard(x * found[1], found[0])
 
-    def _turned_back(self, x: Tensor, module: str) -> Tensor:
+    def _rotated_back(self, x: Tensor, module: str) -> Tensor:
         """Rows of the matrix `module` as what they mean."""
         found = self._rotation(x.shape[-1], module)
         return x if found is None else _by_hadamard(x, found[0]) * found[1]
@@ -178,7 +178,7 @@ class Forward:
         if m.linear_norm_eps is not None:
             x = _rms_norm(x, get(f"{name}.rms_norm"), m.linear_norm_eps)
         weight = get(name)
-        x = self._turned(x, f"model.layers.{layer}.{name}")
+        x = self._rotated(x, f"model.layers.{layer}.{name}")
         if self._int8:
             group = _group_of(weight) if m.group_scales else 0
             parts = x.split(group, dim=-1) if group else (x,)

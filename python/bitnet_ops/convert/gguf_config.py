@@ -441,9 +441,9 @@ class _Keys:
             reject("gguf-metadata", f"{self.name(key)} in the metadata", "no such key")
         return value
 
-    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
         value = self._get(key, default)
-        if type(value) is not int or not least <= value < 2**31:
+        if type(value) is not int or not minimum <= value < 2**31:
             reject("gguf-metadata", f"{self.name(key)} as a positive integer", shown(value))
         return value
 

@@ -388,7 +388,7 @@ class _Export:
             name.removesuffix(".weight"): gguf_name(name, self.architecture)
             for name, spec in self.specs.items()
             if self._reader.tensors[name].packed
-            and rotation.turns(name.removesuffix(".weight"), spec.shape[1])
+            and rotation.rotates(name.removesuffix(".weight"), spec.shape[1])
         }
         tied = self.model.tie_word_embeddings
         return hybrid.rotation_keys(rotation, signs, names, tied=tied)

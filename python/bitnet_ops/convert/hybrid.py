@@ -23,7 +23,7 @@ from torch import Tensor
 from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.hybrid import FULL, LINEAR, ROTATION, DeltaNet, Rotation, is_block
-from bitnet_ops.config.values import MOST_LAYERS
+from bitnet_ops.config.values import MAX_LAYERS
 from bitnet_ops.convert.errors import listed, reject, shown
 from bitnet_ops.convert.source import Ternary
 from bitnet_ops.formats.gguf import is_strings
@@ -263,7 +263,7 @@ class _Keys(Protocol):
     def __contains__(self, key: str) -> bool: ...
     def name(self, key: str) -> str: ...
     def array(self, key: str) -> list[Any] | None: ...
-    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int: ...
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int: ...
 
 
 def gguf_config(keys: _Keys, head_dim: int) -> dict[str, Any]:
@@ -302,9 +302,9 @@ def _image_rope(sections: list[Any] | None) -> dict[str, Any]:
 def gguf_layers(keys: _Keys) -> int:
     """Layers of the decoder; those that draft tokens count as blocks too, and come last."""
     blocks = keys.integer("block_count")
-    drafts = keys.integer("nextn_predict_layers", 0, least=0)
-    if not 1 <= blocks - drafts <= MOST_LAYERS:
-        expected = f"1 to {MOST_LAYERS} layers by {keys.name('block_count')} and "
+    drafts = keys.integer("nextn_predict_layers", 0, minimum=0)
+    if not 1 <= blocks - drafts <= MAX_LAYERS:
+        expected = f"1 to {MAX_LAYERS} layers by {keys.name('block_count')} and "
         reject("gguf-metadata", expected + keys.name("nextn_predict_layers"), f"{blocks}, {drafts}")
     return blocks - drafts
 
@@ -379,7 +379,7 @@ def tiled_columns(name: str, net: DeltaNet, rotation: Rotation | None) -> Indice
     module = name.removesuffix(".weight")
     if not module.endswith("linear_attn.out_proj"):
         return None
-    if rotation is not None and rotation.turns(module, net.values):
+    if rotation is not None and rotation.rotates(module, net.values):
         return None
     return tiled_rows("linear_attn.in_proj_z", net)
 
@@ -532,30 +532,30 @@ def gguf_rotation(
     if shared and not (stated["version"] == 2 and tied and _EMBEDDING in inverse):
         expected = f"False but in version 2, with {_EMBEDDING} rotated and no {_HEAD}"
         _reject_key("tied_output", expected, shared)
-    turned = set(names) | set(inverse)
+    rotated = set(names) | set(inverse)
     for key, listing in (("weight_names", names), ("inverse_weight_names", inverse)):
         for name in listing:
-            if not _may_turn(name, key, tied) or name not in matrices:
+            if not _may_rotate(name, key, tied) or name not in matrices:
                 _reject_key(key, "names of matrices of the file that may be rotated", name)
-    widths = sorted({matrices[name][1] for name in turned})
+    widths = sorted({matrices[name][1] for name in rotated})
     if wrong := [width for width in widths if width % block]:
         _reject_key("block_size", f"a divisor of the inputs of {wrong[0]}", block)
     signs = _signs(stated, widths)
-    turns_out = any(name.endswith(".ssm_out.weight") for name in turned)
-    if net is not None and net.key_heads != net.value_heads and turns_out:
+    rotates_out = any(name.endswith(".ssm_out.weight") for name in rotated)
+    if net is not None and net.key_heads != net.value_heads and rotates_out:
         if stated.get("gdn_v_grouped") is not True:
             _reject_key("gdn_v_grouped", "True where value heads outnumber key heads",
                         stated.get("gdn_v_grouped"))  # fmt: skip
-    plain = frozenset(module for name, (module, _) in matrices.items() if name not in turned)
+    plain = frozenset(module for name, (module, _) in matrices.items() if name not in rotated)
     return GgufRotation(Rotation(tuple((w, block) for w in widths), plain), signs)
 
 
 def rotation_keys(
     rotation: Rotation, signs: Mapping[int, Tensor], names: Mapping[str, str], *, tied: bool
 ) -> dict[str, tuple[str, Any]]:
-    """The keys that state a rotation. `names`: of every turned matrix by its module.
+    """The keys that state a rotation. `names`: of every rotated matrix by its module.
 
-    A turned table that is the head too (`tied`) makes it version 2.
+    A rotated table that is the head too (`tied`) makes it version 2.
     """
     blocks = {block for _, block in rotation.blocks}
     if len(blocks) > 1:
@@ -591,7 +591,7 @@ def _listed(stated: Mapping[str, Any], key: str, *, needed: bool = True) -> list
     return list(names)
 
 
-def _may_turn(name: str, key: str, tied: bool) -> bool:
+def _may_rotate(name: str, key: str, tied: bool) -> bool:
     if key == "inverse_weight_names" or name == _EMBEDDING:
         return name == _EMBEDDING and (key == "inverse_weight_names" or tied)
     parts = name.split(".")

@@ -117,8 +117,8 @@ def _already_ternary(masters: torch.Tensor, codes: torch.Tensor) -> bool:
 
 _PIECE = 1 << 18  # weights
 _LONG_ROW, _MANY = 64, 4096  # weights that are not alike by chance
-_FEWEST_ZEROS, _MOST_ALIKE = 0.05, 0.9  # shares; trained matrices have 0.2 to 0.7 zeros, 0.5 alike
-_MOST_EMPTY = 0.25  # share of the rows of an embedding
+_MIN_ZEROS, _MAX_ALIKE = 0.05, 0.9  # shares; trained matrices have 0.2 to 0.7 zeros, 0.5 alike
+_MAX_EMPTY = 0.25  # share of the rows of an embedding
 
 
 def implausible(name: str, codes: torch.Tensor, unwritten: int) -> str | None:
@@ -140,7 +140,7 @@ def implausible(name: str, codes: torch.Tensor, unwritten: int) -> str | None:
     elif alike and columns >= _LONG_ROW:
         found = f"{alike} of {rows} rows of one value"
     elif (size := codes.numel()) >= _MANY and (
-        minus + plus > (1 - _FEWEST_ZEROS) * size or max(minus, plus) > _MOST_ALIKE * size
+        minus + plus > (1 - _MIN_ZEROS) * size or max(minus, plus) > _MAX_ALIKE * size
     ):
         found = f"{minus / size:.1%} weights of -1 and {plus / size:.1%} of +1"
     if found is None:
@@ -156,7 +156,7 @@ def implausible_dense(name: str, tensor: torch.Tensor, norm_offset: float) -> st
     """
     if tensor.dim() == 2:
         rows, empty = len(tensor), int((~tensor.any(dim=1)).sum())
-        return f"{name} has {empty} of {rows} rows of zeros" if empty > _MOST_EMPTY * rows else None
+        return f"{name} has {empty} of {rows} rows of zeros" if empty > _MAX_EMPTY * rows else None
     if not name.endswith("norm.weight") or norm_offset:
         return None
     zeros = tensor.numel() - int(torch.count_nonzero(tensor))

@@ -256,7 +256,7 @@ def _write_dense(source: Source, name: str, tensor: Tensor, writer: Writer) -> N
     spec = source.plan.specs[name]
     if not (spec.may_be_ternary and looks_ternary(tensor) and bool(tensor.any())):
         rotation, module = source.plan.config.rotation, name.removesuffix(".weight")
-        if spec.may_be_ternary and rotation and rotation.turns(module, spec.shape[1]):
+        if spec.may_be_ternary and rotation and rotation.rotates(module, spec.shape[1]):
             reject("rotated-dense", f"a rotated {name} of -s, 0 and s", "other values",
                    "rotations of dense matrices are not implemented")  # fmt: skip
         return writer.add_dense(name, tensor)

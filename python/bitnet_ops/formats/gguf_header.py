@@ -261,8 +261,8 @@ class Walk:
     `fault` and `at` as in gguf_strings.h; `end`: bytes of the array behind the last whole string.
     """
 
-    def __init__(self, count: int, most_bytes: int) -> None:
-        self._wanted, self._most = count, most_bytes
+    def __init__(self, count: int, max_bytes: int) -> None:
+        self._wanted, self._max_bytes = count, max_bytes
         self.count, self.end, self.fault, self.at = 0, 0, ENDS if count else NONE, 0
         self.marks = array("Q")
         self._rest = bytearray()  # of a string that the next piece goes on with
@@ -271,7 +271,7 @@ class Walk:
         """Go on through `piece`, the next bytes of the file."""
         self._rest += piece
         found, end, self.fault, at, marks = _runtime.gguf_strings(
-            self._rest, 0, self._wanted - self.count, self._most, self.count, STRIDE
+            self._rest, 0, self._wanted - self.count, self._max_bytes, self.count, STRIDE
         )
         self.at = self.end + at if self.fault == BAD_UTF8 else at
         self.marks.extend(self.end + mark for mark in array("Q", marks))

@@ -46,11 +46,11 @@ class DiskPrefix:
         pool: KVPool,
         allocator: BlockAllocator,
         states: StateSlots | None,
-        most_cached: int | None,
+        max_cached: int | None,
     ) -> None:
         self._store, self._pool, self._allocator, self._states = store, pool, allocator, states
         self._size = pool.block_size
-        self._most = allocator.blocks if most_cached is None else most_cached
+        self._max_blocks = allocator.blocks if max_cached is None else max_cached
         self._block_bytes = bytes_of(pool.parts(0))
         self._arriving: deque[Request] = deque()
         self._coming: _Coming | None = None  # of the first one that arrives
@@ -76,7 +76,7 @@ class DiskPrefix:
             if request.gone[0] <= i < request.gone[1]:  # the disk was too slow
                 return
             parts = self._pool.parts(request.blocks[i])
-            if not self._store.put(request.key(i, size), parts, request.came_ns, i):
+            if not self._store.put(request.key(i, size), parts, request.arrived_ns, i):
                 return
             request.saved += 1
         at = request.computed // size
@@ -84,7 +84,7 @@ class DiskPrefix:
             return
         if (one := self._states.behind(request, request.computed)) is not None and not one.drafts:
             parts = self._states.pool.parts(one.slot)
-            self._store.put(_state_key(request, at, size), parts, request.came_ns, at)
+            self._store.put(_state_key(request, at, size), parts, request.arrived_ns, at)
 
     # Read ----------------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class DiskPrefix:
         The last token is always left to compute.
         """
         size, known = self._size, len(request.ids) - 1
-        whole = min(known // size, self._most)
+        whole = min(known // size, self._max_blocks)
         found = self._allocator.match(request.key(i, size) for i in range(whole))
         if self._states is None:
             if len(found) < whole and self._store.exists(request.key(len(found), size)):
@@ -157,7 +157,7 @@ class DiskPrefix:
             wanted.append((_state_key(request, end, size), state))
         else:
             wanted = []  # the state would be of no use
-        fetch = self._store.fetch(wanted, request.came_ns, begin)
+        fetch = self._store.fetch(wanted, request.arrived_ns, begin)
         keys = [request.key(i, size) for i in range(-1, end)]
         return _Coming(request, fetch, keys, begin)
 

@@ -48,7 +48,7 @@ class EngineCore:
         self.events: list[Event] = []
         self.memory: EngineMemory | None = None
         self.seconds = 0.0
-        self._told: list[tuple[Consumer | None, Event]] = []  # by this step
+        self._returned: list[tuple[Consumer | None, Event]] = []  # by this step
         self._roots = TextRoots(on_disk=store is not None)
         self._disk: DiskPrefix | None = None
 
@@ -179,7 +179,7 @@ class EngineCore:
                     one.top_logprobs,
                     request.reused_tokens or 0,
                 )
-                self._told.append((request.consumer, new))
+                self._returned.append((request.consumer, new))
             if ending is not None:
                 break
         if ending is None and error is not None:
@@ -231,8 +231,8 @@ class EngineCore:
             self.memory = self.plan.make(self.model.config)
             if self.store is not None:
                 pool, blocks, scheduler = self.memory
-                most = self.plan.sizes.most_cached
-                self._disk = DiskPrefix(self.store, pool, blocks, scheduler.states, most)
+                maximum = self.plan.sizes.max_cached
+                self._disk = DiskPrefix(self.store, pool, blocks, scheduler.states, maximum)
         request.set_root(self._roots.of(request.adapter, self.model, self.memory.pool))
         if self._disk is None or not self._disk.arrive(request):
             self.memory.scheduler.add(request)
@@ -261,12 +261,12 @@ class EngineCore:
             self._disk.leave(request)
         if self.memory is not None:
             self.memory.scheduler.remove(request, failed=isinstance(event, Failed))
-        self._told.append((request.consumer, event))
+        self._returned.append((request.consumer, event))
 
     def _tell(self) -> None:
         """Give the events of a step to the consumers."""
-        told, self._told = self._told, []
-        for consumer, event in told:
+        returned, self._returned = self._returned, []
+        for consumer, event in returned:
             if consumer is None:
                 self.events.append(event)
                 continue

@@ -22,7 +22,7 @@ from bitnet_ops.nn.kv_pool import KVPool
 from bitnet_ops.nn.state_pool import slot_bytes
 
 _CHECKPOINTS = 32  # slots of states beside those of running requests
-_MOST_BLOCK_SIZE = 2**16  # 8 GiB of the largest models; 16 to 128 are usual
+_MAX_BLOCK_SIZE = 2**16  # 8 GiB of the largest models; 16 to 128 are usual
 _PREFIX_CACHE_MB = 256  # of an engine that nobody has told how much memory it may have
 
 
@@ -48,16 +48,16 @@ class EngineMemory(NamedTuple):
 
 
 class MemorySizes(NamedTuple):
-    """blocks: of an engine's pool. most_cached: how many may be cached, None: all.
+    """blocks: of an engine's pool. max_cached: how many may be cached, None: all.
 
-    slots: of recurrent states, 0: the model has none. most_checkpoints: how many of them may be
+    slots: of recurrent states, 0: the model has none. max_checkpoints: how many of them may be
     checkpoints, None: all.
     """
 
     blocks: int
-    most_cached: int | None
+    max_cached: int | None
     slots: int = 0
-    most_checkpoints: int | None = None
+    max_checkpoints: int | None = None
 
 
 @dataclass
@@ -78,10 +78,10 @@ class MemoryPlan:
     def make(self, config: ModelConfig) -> EngineMemory:
         """The memory of an engine for this model; address space until it is written."""
         pool = self._make_pool(config)
-        blocks = BlockAllocator(pool.blocks, self.sizes.most_cached)
+        blocks = BlockAllocator(pool.blocks, self.sizes.max_cached)
         states = None
         if pool.states is not None:
-            states = StateSlots(pool.states, pool.block_size, self.sizes.most_checkpoints)
+            states = StateSlots(pool.states, pool.block_size, self.sizes.max_checkpoints)
         scheduler = Scheduler(
             blocks,
             pool.block_size,
@@ -124,7 +124,7 @@ def memory_sizes(
         check_megabytes("engine: expected kv_cache_mb", kv_cache_mb)
     if prefix_cache_mb is not None:
         check_megabytes("engine: expected prefix_cache_mb", prefix_cache_mb, zero=True)
-    check_integer("engine: expected block_size", block_size, 1, _MOST_BLOCK_SIZE)
+    check_integer("engine: expected block_size", block_size, 1, _MAX_BLOCK_SIZE)
     block_bytes = bytes_of_block(config, block_size, kv_dtype)
     longest = -(-config.max_position_embeddings // block_size)
     budget = machine.cache_budget() if kv_cache_mb is None else int(kv_cache_mb * 2**20)

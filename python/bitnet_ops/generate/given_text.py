@@ -37,7 +37,7 @@ _MARKS, _ALIASES = range(0xE000, 0xF900), range(0xF0000, 0xFFFFE)  # private use
 _BETWEEN = "\U0010ffff"  # no character
 _ALIAS = 3  # characters at least, drawn at random: nobody writes one by chance or by guessing
 _LONGEST = 256  # longer tokens are not looked for in halves
-_MOST_WRITTEN = 100_000  # special tokens in what is given: each takes a hundred times its length
+_MAX_WRITTEN = 100_000  # special tokens in what is given: each takes a hundred times its length
 # text: of a message; answer: of the model's, thoughts between tags; name: any other, keys too;
 # word: one of the template's own, in which whole tokens alone are marked.
 _Kind = Literal["text", "answer", "name", "word"]
@@ -73,7 +73,7 @@ class GivenText:
         """
         found: dict[tuple[str, _Kind], list[tuple[int, int]]] = {}
         words = frozenset(re.findall(r"\w+", template))
-        left = _MOST_WRITTEN
+        left = _MAX_WRITTEN
 
         def find(text: str, kind: _Kind) -> str:
             nonlocal left
@@ -98,14 +98,14 @@ class GivenText:
 
         return _each_text(given, put), marks
 
-    def _spans(self, text: str, kind: _Kind, most: int = _MOST_WRITTEN) -> list[tuple[int, int]]:
-        """Where characters are to be marked, in `most` places."""
+    def _spans(self, text: str, kind: _Kind, maximum: int = _MAX_WRITTEN) -> list[tuple[int, int]]:
+        """Where characters are to be marked, in `maximum` places."""
         if not self._names:
             return []
-        matches = islice(self._pattern.finditer(text), most + 1)
-        if len(spans := [match.span() for match in matches]) > most:
+        matches = islice(self._pattern.finditer(text), maximum + 1)
+        if len(spans := [match.span() for match in matches]) > maximum:
             raise TokenizerError(
-                f"tokenizer: expected at most {_MOST_WRITTEN:,} special tokens written out in "
+                f"tokenizer: expected at most {_MAX_WRITTEN:,} special tokens written out in "
                 "texts, got more; leave them out"
             )
         if self._normalized:

@@ -23,11 +23,11 @@ from bitnet_ops.untrusted import is_deeper, printable
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-MOST_CHARACTERS = 256 << 10  # of a schema or a grammar
+MAX_CHARACTERS = 256 << 10  # of a schema or a grammar
 _DEEPEST = 64
 _STATES = 50_000  # of a lexer, of 2 kB each
 _PROBED = 4  # tokens of a new grammar that are tried
-_MOST_REMEMBERED = 4096  # answers of `holds`
+_MAX_REMEMBERED = 4096  # answers of `holds`
 
 
 class GrammarError(BitNetError, ValueError):
@@ -107,14 +107,14 @@ class Grammars:
 
         soft: where it becomes too costly to follow, the answer goes on without it.
         """
-        if len(text) > 16 * MOST_CHARACTERS:
+        if len(text) > 16 * MAX_CHARACTERS:
             raise GrammarError(f"{field}: expected schemas of at most 4 MiB in all, got more")
         return self._compile(self._library.LLMatcher.grammar_from_lark(text), field, soft)
 
     def holds(self, text: str) -> bool:
         """Whether a grammar in Lark can be compiled."""
         if text not in self._held:
-            if len(self._held) >= _MOST_REMEMBERED:
+            if len(self._held) >= _MAX_REMEMBERED:
                 self._held.clear()
             grammar = self._library.LLMatcher.grammar_from_lark(text)
             self._held[text] = not self._matcher(grammar).is_error()
@@ -166,9 +166,9 @@ def schema_text(schema: Any, field: str) -> str:
         text = json.dumps(schema, ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise GrammarError(f"{field}: expected a JSON schema, got: {error}") from None
-    if len(text) > MOST_CHARACTERS:
+    if len(text) > MAX_CHARACTERS:
         raise GrammarError(
-            f"{field}: expected a schema of at most {MOST_CHARACTERS >> 10} KiB, got more"
+            f"{field}: expected a schema of at most {MAX_CHARACTERS >> 10} KiB, got more"
         )
     return text
 

@@ -49,7 +49,7 @@ class PrefixStore:
     """
 
     def __init__(self, directory: str | os.PathLike[str], max_mb: float) -> None:
-        self.directory, self._most = Path(directory), int(max_mb * 2**20)
+        self.directory, self._max_bytes = Path(directory), int(max_mb * 2**20)
         self._changed = threading.Condition()
         self._known: dict[bytes, int] = {}  # bytes of the files, by key
         self._bytes = self._since_scan = 0
@@ -198,7 +198,7 @@ class PrefixStore:
         self._enter(key, len(memory))
         self._since_scan += len(memory)
         # Others write too: what there is has to be counted now and then.
-        if self._bytes > self._most or self._since_scan > self._most // 8:
+        if self._bytes > self._max_bytes or self._since_scan > self._max_bytes // 8:
             self._scan()
 
     def _enter(self, key: bytes, size: int) -> None:
@@ -228,7 +228,7 @@ class PrefixStore:
         pieces.sort()
         total = other + sum(size for _, size, _ in pieces)
         # A little more than needed, so that not every piece needs a scan.
-        room = self._most if total <= self._most else self._most * 15 // 16
+        room = self._max_bytes if total <= self._max_bytes else self._max_bytes * 15 // 16
         gone = 0
         while gone < len(pieces) and total > room:
             _, size, key = pieces[gone]

@@ -19,7 +19,7 @@ from bitnet_ops.errors import BitNetError
 from bitnet_ops.generate.constraint import Constraint
 from bitnet_ops.generate.prompt import RowRuns, kind_of
 from bitnet_ops.generate.sampling import Sampler, SamplingParams
-from bitnet_ops.generate.speculation import AUTO, MOST_DRAFTS, Acceptance, check_drafts
+from bitnet_ops.generate.speculation import AUTO, MAX_DRAFTS, Acceptance, check_drafts
 from bitnet_ops.nn.blocks import Contents, block_key, root_key
 
 # What is asked -----------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ class Limits:
             ) from None
 
 
-# What is told ------------------------------------------------------------------------------------
+# What is returned --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class Request:
             others, and `blocks` has some number in their place.
         attention: how many pages it has read, where attention has a policy.
         reused_tokens: how many the prefix cache spared when it was first admitted.
-        came_ns: when it was made, by the clock of files.
+        arrived_ns: when it was made, by the clock of files.
         saved: how many of its blocks the prefix cache on disk has.
         slot: of a model with recurrent layers, where its state lies; -1 while it waits.
         replays: how many of the last computed tokens, drafts that were right, the state in the slot
@@ -178,10 +178,10 @@ class Request:
         self.runs = runs
         self.content = self.ids if runs is None else runs.content(prompt)
         self.sampler = Sampler(params, prompt, constraint)
-        self.max_drafts = MOST_DRAFTS if max_drafts == AUTO else max_drafts
+        self.max_drafts = MAX_DRAFTS if max_drafts == AUTO else max_drafts
         self.acceptance = Acceptance() if max_drafts == AUTO else None
         self.epoch = self.computed = self.saved = 0
-        self.keep_prefix, self.came_ns = keep_prefix, time.time_ns()
+        self.keep_prefix, self.arrived_ns = keep_prefix, time.time_ns()
         self.blocks: list[int] = []
         self.gone = 0, 0
         self.attention = ShareRead()
@@ -233,7 +233,7 @@ class Request:
             return Contents(self.key(index, block_size), parent, ids)
         return Contents.of(parent, ids)
 
-    def most_drafts(self, max_positions: int) -> int:
+    def draft_limit(self, max_positions: int) -> int:
         """How many drafts can be of use before a limit ends it."""
         tokens = self.limits.max_new_tokens - self.output_tokens - 1
         return max(0, min(self.max_drafts, tokens, max_positions - len(self.ids)))

@@ -290,18 +290,18 @@ class Scheduler:
         if plan.left and any(step.request.max_drafts for step in plan.steps.values()):
             self._draft(plan)
         if plan.steps:
-            most = self.options.prefill_beside_decode
-            plan.budget = plan.tokens + (plan.left if most is None else min(plan.left, most))
+            maximum = self.options.prefill_beside_decode
+            plan.budget = plan.tokens + (plan.left if maximum is None else min(plan.left, maximum))
         for request in [r for r in self.running if r.remaining > 1]:
             self._plan(plan, request, plan.left)
         self._admit(plan)
         plan.decoding = sum(step.request.remaining == 1 for step in plan.steps.values())
         return plan
 
-    def _plan(self, plan: StepPlan, request: Request, most: int) -> None:
-        """Plan at most `most` tokens of a running request."""
+    def _plan(self, plan: StepPlan, request: Request, maximum: int) -> None:
+        """Plan at most `maximum` tokens of a running request."""
         self._give_back(request)
-        tokens = min(request.remaining, most)
+        tokens = min(request.remaining, maximum)
         if request.stops:  # a checkpoint is a state behind a step
             tokens = min(tokens, request.stops[0] - request.computed)
         if tokens and request.blocks and self._make_room(plan, request, tokens):
@@ -320,18 +320,18 @@ class Scheduler:
         expected = float(streams)
         for step in plan.steps.values():
             request = step.request
-            most = min(left, request.most_drafts(self.max_positions))
+            maximum = min(left, request.draft_limit(self.max_positions))
             acceptance = request.acceptance
-            if most > 0 and acceptance is not None:
+            if maximum > 0 and acceptance is not None:
                 acceptance.read(request.content)
-                most = min(most, acceptance.choose(self.costs, tokens, expected, streams))
-            drafts = propose(request.content, most) if most > 0 else []
+                maximum = min(maximum, acceptance.choose(self.costs, tokens, expected, streams))
+            drafts = propose(request.content, maximum) if maximum > 0 else []
             if request.runs is not None:  # what stands for rows is no token
                 drafts = [*takewhile(lambda token: token >= 0, drafts)]
             free = 0 if self.waiting else self.allocator.free_blocks - self._reserve()
             spare = max(0, free)
             room = (len(request.blocks) + spare) * self.block_size - len(request.ids)
-            if drafts := drafts[: min(most, room)]:
+            if drafts := drafts[: min(maximum, room)]:
                 missing = self._blocks_for(len(request.ids) + len(drafts)) - len(request.blocks)
                 request.blocks += self.allocator.allocate(max(0, missing))
                 step.drafts = drafts
@@ -348,24 +348,24 @@ class Scheduler:
             if self.states is not None and not self.states.available:
                 return
             found, checkpoint = self._continued(request, self._cached_prefix(request))
-            most = self._most_at_once(len(request.ids))
+            maximum = self._max_blocks(len(request.ids))
             missing = min(self._blocks_for(len(request.ids)) - len(found.blocks),
-                          max(1, most - len(found.shared)))  # fmt: skip
+                          max(1, maximum - len(found.shared)))  # fmt: skip
             needed = missing + self.allocator.count_free(found.shared)
             free = self.allocator.free_blocks
-            if needed > free and (not self.running or most > self.allocator.blocks):
-                self._fail(plan, request, most)
+            if needed > free and (not self.running or maximum > self.allocator.blocks):
+                self._fail(plan, request, maximum)
             elif needed + (self._reserve() if self.running else 0) > free:
                 return
             else:
                 self.waiting.popleft()
                 self._take(request, found, missing, spare=free - needed)
                 if self.states is not None:
-                    self.states.enter(request, checkpoint)
+                    self.states.load(request, checkpoint)
                 insort(self.running, request, key=lambda r: r.id)
                 self._plan(plan, request, plan.left)
 
-    def _most_at_once(self, positions: int) -> int:
+    def _max_blocks(self, positions: int) -> int:
         """How many blocks a request of so many positions holds at most."""
         begin, end = self._unread(positions)
         read = positions - (end - begin)
@@ -408,20 +408,20 @@ class Scheduler:
             return _Found([*blocks, block], at + count, gone=gone)
         return _Found(blocks, at, block, count, gone)
 
-    def _match(self, request: Request, most: int) -> tuple[list[int], tuple[int, int]]:
-        """The longest part of its first `most` blocks that it can go on from, and which it lacks.
+    def _match(self, request: Request, maximum: int) -> tuple[list[int], tuple[int, int]]:
+        """The longest part of its first `maximum` blocks to go on from, and which blocks it lacks.
 
         Those that it will not read need not be there.
         """
         size = self.block_size
-        if self.states is not None or self._range_unread(most * size) == (0, 0):
-            return self.allocator.match(request.key(i, size) for i in range(most)), (0, 0)
-        there = [self.allocator.match([request.key(i, size)]) for i in range(most)]
+        if self.states is not None or self._range_unread(maximum * size) == (0, 0):
+            return self.allocator.match(request.key(i, size) for i in range(maximum)), (0, 0)
+        there = [self.allocator.match([request.key(i, size)]) for i in range(maximum)]
         runs = [0]  # how many there are in front of each place, without a gap
         for one in there:
             runs.append(runs[-1] + 1 if one else 0)
-        head = next((i for i, one in enumerate(there) if not one), most)
-        for count in range(most, -1, -1):
+        head = next((i for i, one in enumerate(there) if not one), maximum)
+        for count in range(maximum, -1, -1):
             begin, end = gone = self._range_unread(count * size)
             if head >= begin and runs[count] >= count - end:
                 return [one[0] if one else 0 for one in there[:count]], gone

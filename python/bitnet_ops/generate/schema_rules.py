@@ -18,8 +18,8 @@ from bitnet_ops.errors import BitNetError
 
 JSON_OPTIONS = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 _BITS = 64  # that a rule remembers: which properties have come
-_MOST_ITEMS = 10_000  # a bound of an array above it is left out
-_MOST_BRANCHES, _DEEPEST, _DEEPEST_VALUE = 64, 16, 64
+_MAX_ITEMS = 10_000  # a bound of an array above it is left out
+_MAX_BRANCHES, _DEEPEST, _DEEPEST_VALUE = 64, 16, 64
 _TYPES = ("object", "array", "string", "number", "boolean", "null")
 _TEXT = ("pattern", "format", "maxLength", "minLength")
 _FORMATS = ("date", "uuid", "ipv4")  # writers of schemas mean several things by the others
@@ -109,7 +109,7 @@ def branches(
     opened = not _ELSEWHERE.isdisjoint(missing) or "$ref" in missing
     for group in groups:
         options = [b for one in group for b in branches(one, root, left_out, depth + 1)]
-        if len(found) * len(options) > _MOST_BRANCHES:
+        if len(found) * len(options) > _MAX_BRANCHES:
             missing.append("anyOf")
             opened = True
         else:
@@ -316,23 +316,23 @@ class SchemaRules:
             first, items = items, schema.get("additionalItems", True)
         if not isinstance(first, list):
             raise SchemaError(f"a {type(first).__name__} for prefixItems")
-        least, most = (_count(schema, key) for key in ("minItems", "maxItems"))
-        least = least or 0
-        if max(least, most or 0) > _MOST_ITEMS:
+        minimum, maximum = (_count(schema, key) for key in ("minItems", "maxItems"))
+        minimum = minimum or 0
+        if max(minimum, maximum or 0) > _MAX_ITEMS:
             self.left_out["maxItems"] = None
-            least, most = min(least, _MOST_ITEMS), None
+            minimum, maximum = min(minimum, _MAX_ITEMS), None
         item = self.value(items, root)
         tail, n = "", len(first)
-        if item is not None and (most is None or most > n):
-            low, high = max(least - n, 0), "" if most is None else most - n
+        if item is not None and (maximum is None or maximum > n):
+            low, high = max(minimum - n, 0), "" if maximum is None else maximum - n
             tail = f"(COMMA {item}){{{low},{high}}}"
             if not n:  # the first one has no comma before it
-                low, high = max(low - 1, 0), "" if most is None else most - 1
+                low, high = max(low - 1, 0), "" if maximum is None else maximum - 1
                 tail = f"{item} (COMMA {item}){{{low},{high}}}"
-                tail = tail if least else f"({tail})?"
+                tail = tail if minimum else f"({tail})?"
         for i, one in reversed(list(enumerate(first))):
             part = f"{'COMMA ' if i else ''}{self.value(one, root) or 'any'} {tail}"
-            tail = part if i < least else f"({part})?"
+            tail = part if i < minimum else f"({part})?"
         return self.rule(f'"[" {tail} "]"')
 
     def object(self, schema: Mapping[str, Any], root: Any) -> str:
@@ -394,9 +394,9 @@ class SchemaRules:
             terms += [f"/{pattern}/"] if pattern is not None else []
             if pattern is None:
                 self.left_out["pattern"] = None
-        least, most = (_count(schema, key) for key in ("minLength", "maxLength"))
-        if least or most is not None:
-            terms.append(f"/(?s:.{{{least or 0},{'' if most is None else most}}})/")
+        minimum, maximum = (_count(schema, key) for key in ("minLength", "maxLength"))
+        if minimum or maximum is not None:
+            terms.append(f"/(?s:.{{{minimum or 0},{'' if maximum is None else maximum}}})/")
         if not terms:
             return None
         closing = re.escape(end).replace("/", "\\/").replace("\\\n", "\\n")

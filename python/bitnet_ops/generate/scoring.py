@@ -187,8 +187,8 @@ def _hidden_states(
     wanted: of each sequence, the first position whose state is wanted.
     """
     states = bool(slot_bytes(kept_of(model.config)))
-    most = _STATES if states else len(runs)
-    for group in _groups({i: len(ids) for i, ids in runs.items()}, most):
+    maximum = _STATES if states else len(runs)
+    for group in _groups({i: len(ids) for i, ids in runs.items()}, maximum):
         needed = [-(-len(runs[i]) // DEFAULT_BLOCK_SIZE) for i in group]
         ends = accumulate(needed)
         tables = {
@@ -215,12 +215,12 @@ def _hidden_states(
             yield parts, model.step_states(replace(batch, logit_rows=at), pool)
 
 
-def _groups(lengths: dict[int, int], most: int) -> Iterator[list[int]]:
-    """Sequences whose keys and values are held together, at most `most`, the longest ones first."""
+def _groups(lengths: dict[int, int], maximum: int) -> Iterator[list[int]]:
+    """Sequences whose keys and values are held together, `maximum` at most, longest first."""
     group: list[int] = []
     held = 0
     for i in sorted(lengths, key=lambda i: -lengths[i]):
-        if group and (held + lengths[i] > _POOL_TOKENS or len(group) == most):
+        if group and (held + lengths[i] > _POOL_TOKENS or len(group) == maximum):
             yield group
             group, held = [], 0
         group.append(i)

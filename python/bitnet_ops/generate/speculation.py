@@ -18,7 +18,7 @@ from typing import Literal
 from bitnet_ops.arguments import shown
 
 AUTO: Literal["auto"] = "auto"
-MOST_DRAFTS = 8  # of a step, for one request
+MAX_DRAFTS = 8  # of a step, for one request
 
 _LEARNT = 0.2  # weight of the newest step
 _UNKNOWN = 0.3  # share of a token's step that one more costs, until that has been measured
@@ -26,7 +26,7 @@ _GAIN = 1.03  # drafts promise at least so much; costs are not known more exactl
 _PROBING = 0.02  # share of the time so far that finding out whether drafts pay may have cost
 _PROBE = 1  # drafts of a probe: what comes behind a wrong one tells nothing
 _READ, _READ_WEIGHT = 16, 0.5  # tokens of a text looked up before the first draft, and their weight
-_KEPT, _MOST_WEIGHT = 0.93, 16.0  # of what is known of a text, which may change its ways
+_KEPT, _MAX_WEIGHT = 0.93, 16.0  # of what is known of a text, which may change its ways
 
 _ITEM = array("q").itemsize
 
@@ -92,10 +92,10 @@ class StepCosts:
         if more is not None:
             share = (tokens - fewer) / (more - fewer)
             return known[fewer] + share * (known[more] - known[fewer])
-        least = min(known)
+        minimum = min(known)
         each = (
-            (known[fewer] - known[least]) / (fewer - least)
-            if least < fewer
+            (known[fewer] - known[minimum]) / (fewer - minimum)
+            if minimum < fewer
             else _UNKNOWN * known[fewer] / fewer
         )
         return known[fewer] + max(0.0, each) * (tokens - fewer)
@@ -162,9 +162,9 @@ class Acceptance:
             return max(without, costs.of(tokens + drafts)) / without - 1
 
         self._extra = extra
-        most = extra(_PROBE) + _PROBING  # no more than one probe is saved up
-        self._credit = min(self._credit + _PROBING / streams, most)
-        best = max(range(1, MOST_DRAFTS + 1), key=speed)
+        maximum = extra(_PROBE) + _PROBING  # no more than one probe is saved up
+        self._credit = min(self._credit + _PROBING / streams, maximum)
+        best = max(range(1, MAX_DRAFTS + 1), key=speed)
         if speed(best) > _GAIN * expected / without:
             return best
         return _PROBE if self._credit > extra(_PROBE) else 0
@@ -173,7 +173,7 @@ class Acceptance:
         """Enter that the first `right` of the drafts of a step were."""
         self._right = _KEPT * self._right + right
         self._wrong = _KEPT * self._wrong + (right < drafts)
-        share = min(1.0, _MOST_WEIGHT / (self._right + self._wrong))
+        share = min(1.0, _MAX_WEIGHT / (self._right + self._wrong))
         self._right, self._wrong = share * self._right, share * self._wrong
         lost = self._extra(drafts) - right
         if right == drafts:

@@ -16,8 +16,8 @@ from bitnet_ops.nn.state_pool import StatePool
 
 # Of a prompt, at most, apart from the last one and from where texts part: a long prompt must not
 # drive out all others.
-MOST_OF_A_PROMPT = 8
-_MOST_BORDERS = 4  # of images, behind which its state is kept
+MAX_PER_PROMPT = 8
+_MAX_BORDERS = 4  # of images, behind which its state is kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,14 +41,14 @@ class StateSlots:
     Args:
         pool: of the states.
         block_size: positions of a block of keys and values.
-        most_checkpoints: how many there are, at most; None: as many as there are slots.
+        max_checkpoints: how many there are, at most; None: as many as there are slots.
     """
 
     def __init__(
-        self, pool: StatePool, block_size: int, most_checkpoints: int | None = None
+        self, pool: StatePool, block_size: int, max_checkpoints: int | None = None
     ) -> None:
         self.pool, self._size = pool, block_size
-        self._most = pool.slots if most_checkpoints is None else most_checkpoints
+        self._max_checkpoints = pool.slots if max_checkpoints is None else max_checkpoints
         self._free = [*reversed(range(pool.slots))]
         self._checkpoints: OrderedDict[Checkpoint, None] = OrderedDict()  # oldest use first
         self._by_parent: dict[bytes, list[Checkpoint]] = {}
@@ -64,7 +64,7 @@ class StateSlots:
 
     # Requests ------------------------------------------------------------------------------------
 
-    def enter(self, request: Request, found: Checkpoint | None) -> None:
+    def load(self, request: Request, found: Checkpoint | None) -> None:
         """Give a request a slot; from `found` on if there is such a checkpoint.
 
         One slot has to be `available`.
@@ -118,13 +118,13 @@ class StateSlots:
 
     # Checkpoints ---------------------------------------------------------------------------------
 
-    def find(self, request: Request, most: int) -> Checkpoint | None:
-        """The checkpoint behind the most of the request's tokens, but at most `most`."""
-        for block in range(most // self._size, -1, -1):
+    def find(self, request: Request, maximum: int) -> Checkpoint | None:
+        """The checkpoint behind the most of the request's tokens, but at most `maximum`."""
+        for block in range(maximum // self._size, -1, -1):
             best = None
             for one in self._by_parent.get(request.key(block - 1, self._size), ()):
                 begin = block * self._size
-                fits = one.tokens <= most and one.tail == tuple(request.content[begin : one.tokens])
+                fits = one.tokens <= maximum and one.tail == tuple(request.content[begin : one.tokens])
                 if fits and (best is None or one.tokens > best.tokens):
                     best = one
             if best is not None:
@@ -156,11 +156,11 @@ class StateSlots:
         if (known := self.behind(request, tokens)) is not None:
             self._checkpoints.move_to_end(known)
             return False
-        if len(self._checkpoints) >= self._most and not request.keep_prefix:
+        if len(self._checkpoints) >= self._max_checkpoints and not request.keep_prefix:
             return False
-        while self._checkpoints and len(self._checkpoints) >= self._most:
+        while self._checkpoints and len(self._checkpoints) >= self._max_checkpoints:
             self._drop(next(iter(self._checkpoints)))
-        return self._most > 0
+        return self._max_checkpoints > 0
 
     def _enter_checkpoint(self, request: Request, slot: int, tokens: int, drafts: int) -> None:
         size = self._size
@@ -189,10 +189,10 @@ def stops_of(request: Request, every: int, block_size: int, branch: int) -> list
     and behind the last images, where other questions about them begin.
     """
     prompt = len(request.ids)
-    step = max(every, -(-prompt // MOST_OF_A_PROMPT))
+    step = max(every, -(-prompt // MAX_PER_PROMPT))
     step = -(-step // block_size) * block_size
     last = (prompt - 1) // block_size * block_size
     stops = {*range(step, prompt, step), last, branch}
     if request.runs is not None:
-        stops.update(request.runs.borders[-_MOST_BORDERS:])
+        stops.update(request.runs.borders[-_MAX_BORDERS:])
     return sorted(stop for stop in stops if request.computed < stop < prompt)

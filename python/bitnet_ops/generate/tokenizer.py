@@ -21,15 +21,15 @@ from bitnet_ops.generate.chat import ChatTemplateError
 from bitnet_ops.generate.given_text import ChatText, GivenText
 from bitnet_ops.generate.pictures import PictureMarks
 from bitnet_ops.generate.tokenizer_guard import (
-    MOST_BYTES,
-    MOST_TOKEN,
+    MAX_BYTES,
+    MAX_TOKEN,
     TextLengthError,
     TokenizerError,
     bytes_of_token,
     check_backend,
     encoding,
     library_errors,
-    most_bytes_of_token,
+    max_bytes_of_token,
 )
 from bitnet_ops.untrusted import UntrustedFileError, read_json_object, read_text
 
@@ -84,9 +84,9 @@ class Tokenizer:
                 f"tokenizer: expected the file {path}, got none; copy tokenizer.json of the "
                 "original checkpoint there, or give token ids instead of text"
             )
-        if path.stat().st_size > MOST_BYTES:
+        if path.stat().st_size > MAX_BYTES:
             raise TokenizerError(
-                f"tokenizer: expected {path} below {MOST_BYTES >> 20} MiB, got more"
+                f"tokenizer: expected {path} below {MAX_BYTES >> 20} MiB, got more"
             )
         with library_errors(f"{path} to be readable"):
             backend = Backend.from_file(str(path))
@@ -150,7 +150,7 @@ class Tokenizer:
 
     @cached_property
     def _bytes_a_token(self) -> int:
-        return most_bytes_of_token(self._backend)
+        return max_bytes_of_token(self._backend)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD.
@@ -368,7 +368,7 @@ def _add_declared(backend: Backend, config: Mapping[str, Any]) -> None:
     new = []
     for entry in declared:
         content = entry.get("content") if isinstance(entry, Mapping) else None
-        if not isinstance(content, str) or not 0 < len(content) <= MOST_TOKEN or content in known:
+        if not isinstance(content, str) or not 0 < len(content) <= MAX_TOKEN or content in known:
             continue
         known.add(content)
         flags = {name: entry[name] for name in _FLAGS if isinstance(entry.get(name), bool)}

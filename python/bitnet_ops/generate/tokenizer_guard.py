@@ -25,16 +25,16 @@ from tokenizers.pre_tokenizers import ByteLevel
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.untrusted.patterns import check_limits
 
-MOST_BYTES = 256 << 20  # of the file: vocabularies of 256k tokens take 35 MB
-_MOST_GROWTH = 256  # characters that all the steps of a part may make of one
-_MOST_IDS = 1024  # that one character may become, in all parts together
-_MOST_TEXT = 1 << 14  # characters that an id may become
-_MOST_STEPS = 64  # of a part; published ones have less than ten
-_MOST_ADDED = 64  # ids that a post-processor may put around a text
-MOST_TOKEN = 8192  # characters of one; published ones have at most some hundred
-_MOST_UNIGRAM = 512  # of Unigram, which tries every beginning of a token at every character
-_MOST_AFFIX = 16
-_MOST_WORD = 1000  # characters of a word of WordPiece, which takes their square
+MAX_BYTES = 256 << 20  # of the file: vocabularies of 256k tokens take 35 MB
+_MAX_GROWTH = 256  # characters that all the steps of a part may make of one
+_MAX_IDS = 1024  # that one character may become, in all parts together
+_MAX_TEXT = 1 << 14  # characters that an id may become
+_MAX_STEPS = 64  # of a part; published ones have less than ten
+_MAX_ADDED = 64  # ids that a post-processor may put around a text
+MAX_TOKEN = 8192  # characters of one; published ones have at most some hundred
+_MAX_UNIGRAM = 512  # of Unigram, which tries every beginning of a token at every character
+_MAX_AFFIX = 16
+_MAX_WORD = 1000  # characters of a word of WordPiece, which takes their square
 
 # part -> its known types -> by how much one of them may lengthen a text, 0: by what it says itself
 _KNOWN_STEPS: dict[str, dict[str, float]] = {
@@ -117,24 +117,24 @@ def encoding(backend: Backend, text: str, add_special_tokens: bool) -> Any:
 def check_backend(backend: Backend) -> None:
     """Raise ValueError, "expected ..., got ...", for a part that is not known or beyond a limit."""
     longest = max(map(len, backend.get_vocab()), default=0)
-    most = _MOST_UNIGRAM if type(backend.model).__name__ == "Unigram" else MOST_TOKEN
-    if longest > most:
-        raise ValueError(f"tokens of at most {most} characters, got one of {longest}")
+    maximum = _MAX_UNIGRAM if type(backend.model).__name__ == "Unigram" else MAX_TOKEN
+    if longest > maximum:
+        raise ValueError(f"tokens of at most {maximum} characters, got one of {longest}")
     made = {part: _check_part(backend, part, known) for part, known in _KNOWN_STEPS.items()}
     of_text = made["normalizer"] * made["pre_tokenizer"] * made["model"]
-    if of_text > _MOST_IDS:
-        raise ValueError(f"at most {_MOST_IDS} ids of a character, got {of_text:.0f}")
-    if longest * made["decoder"] > _MOST_TEXT:
+    if of_text > _MAX_IDS:
+        raise ValueError(f"at most {_MAX_IDS} ids of a character, got {of_text:.0f}")
+    if longest * made["decoder"] > _MAX_TEXT:
         got = f"{longest * made['decoder']:.0f}"
-        raise ValueError(f"at most {_MOST_TEXT} characters of an id, got {got}")
+        raise ValueError(f"at most {_MAX_TEXT} characters of an id, got {got}")
 
 
 def _check_part(backend: Backend, part: str, known: Mapping[str, float]) -> float:
     """How many characters a part makes of one, at most, once its steps are known to be good."""
     growth, added = 1.0, 0
     steps = list(_steps(backend, part))
-    if len(steps) > _MOST_STEPS:
-        raise ValueError(f"at most {_MOST_STEPS} steps in the {part}, got {len(steps)}")
+    if len(steps) > _MAX_STEPS:
+        raise ValueError(f"at most {_MAX_STEPS} steps in the {part}, got {len(steps)}")
     for step in steps:
         kind = step["type"]
         if kind not in known:
@@ -144,21 +144,21 @@ def _check_part(backend: Backend, part: str, known: Mapping[str, float]) -> floa
             check_limits(pattern["Regex"], of_tokenizer=True)
         growth *= known[kind] or _growth(step)
         added += _added(step)
-        if step.get("max_input_chars_per_word", 0) > _MOST_WORD:
-            raise ValueError(f"words of at most {_MOST_WORD} characters, got more")
+        if step.get("max_input_chars_per_word", 0) > _MAX_WORD:
+            raise ValueError(f"words of at most {_MAX_WORD} characters, got more")
         for name in ("continuing_subword_prefix", "end_of_word_suffix"):  # of every letter
-            if len(step.get(name) or "") > _MOST_AFFIX:
-                raise ValueError(f"{name} of at most {_MOST_AFFIX} characters, got more")
-    if growth > _MOST_GROWTH:
+            if len(step.get(name) or "") > _MAX_AFFIX:
+                raise ValueError(f"{name} of at most {_MAX_AFFIX} characters, got more")
+    if growth > _MAX_GROWTH:
         got = f"{growth:.0f}"
-        raise ValueError(f"a {part} that makes at most {_MOST_GROWTH} characters of one, "
+        raise ValueError(f"a {part} that makes at most {_MAX_GROWTH} characters of one, "
                          f"got {got}")  # fmt: skip
-    if added > _MOST_ADDED:
-        raise ValueError(f"at most {_MOST_ADDED} ids around a text, got {added}")
+    if added > _MAX_ADDED:
+        raise ValueError(f"at most {_MAX_ADDED} ids around a text, got {added}")
     return growth
 
 
-def most_bytes_of_token(backend: Backend) -> int:
+def max_bytes_of_token(backend: Backend) -> int:
     """How many bytes of a text a token stands for, at most.
 
     Exactly so where every byte ends in some token. Where parts of a text are left out, or any
@@ -290,7 +290,7 @@ def _added(step: Mapping[str, Any]) -> int:
     pieces = step.get("single") or []
     texts = sum("Sequence" in piece for piece in pieces)
     if texts > 1:
-        return _MOST_ADDED * texts
+        return _MAX_ADDED * texts
     return sum(
         ids.get(piece["SpecialToken"].get("id"), 1) for piece in pieces if "SpecialToken" in piece
     )

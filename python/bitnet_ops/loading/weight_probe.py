@@ -39,10 +39,10 @@ KEPT_S = 24 * 3600
 # Of the product that is timed: 8 MB, so that the call itself takes no part; less for slow kernels.
 _N, _FEW, _K = 12800, 640, 2560
 _SLOW_S = 0.0003  # of the small product, a twentieth of the other
-MOST_ROUNDS, LEAST_ROUNDS = 40, 3
+MAX_ROUNDS, MIN_ROUNDS = 40, 3
 _MEASURE_S = 0.03
 _UNKNOWN_CACHE = 32 << 20
-_LEAST_BYTES, _MOST_BYTES = 64 << 20, 192 << 20
+_MIN_BYTES, _MAX_BYTES = 64 << 20, 192 << 20
 _BUSY_SHARE = 0.1  # of the time of a probe's threads that others may take
 
 
@@ -175,7 +175,7 @@ def measure(
     waited = machine.run_delay_ns() - waited
     usual, small = map(_lower_quartile, samples)
     threads, rounds = torch.get_num_threads(), len(samples[0])
-    busy = waited > _BUSY_SHARE * 1e9 * sum(map(sum, samples)) * threads or rounds < LEAST_ROUNDS
+    busy = waited > _BUSY_SHARE * 1e9 * sum(map(sum, samples)) * threads or rounds < MIN_ROUNDS
     return Probe(round(small / usual, 4), rounds, round(seconds, 4), busy)
 
 
@@ -193,7 +193,7 @@ def alternate(
         calls += 1
     samples: list[list[float]] = [[] for _ in runs]
     end, order = clock() + _MEASURE_S, list(range(len(runs)))
-    while not samples[0] or (len(samples[0]) < MOST_ROUNDS and clock() < end):
+    while not samples[0] or (len(samples[0]) < MAX_ROUNDS and clock() < end):
         for i in order:
             start = clock()
             runs[i](calls)
@@ -241,7 +241,7 @@ def _seconds_of(run: Callable[[int], object]) -> float:
 
 def _memory(given: Callable[[], torch.Tensor] | None) -> torch.Tensor:
     """As much as a probe wants, all of its pages there."""
-    wanted = min(max(3 * last_cache(), _LEAST_BYTES), _MOST_BYTES)
+    wanted = min(max(3 * last_cache(), _MIN_BYTES), _MAX_BYTES)
     memory = None if given is None else given()
     if memory is None or memory.nbytes < wanted:
         memory = Arena(wanted).memory

@@ -146,7 +146,7 @@ class Decoder(Tracked):
         for name, module in self.named_modules():
             if not isinstance(module, BitLinear | HeadWeight):
                 continue
-            if rotation.turns(name, width := module.in_features):
+            if rotation.rotates(name, width := module.in_features):
                 module.signs = self.get_buffer(f"{ROTATION}{width}.weight")
 
     def add_adapter(self, adapter: Adapter, name: str | None = None) -> None:

@@ -4,7 +4,7 @@ A block is a number here; the memory behind it is kv_pool's. A block may be regi
 contents under a key, a hash of all tokens up to its end (`block_key`), and is then found by later
 sequences that begin with the same tokens, also after its last owner has freed it, until it is
 needed for other contents: of the free blocks those without contents are taken first, then the one
-whose contents have not been used for longest. `most_cached` bounds how many are kept so. What a
+whose contents have not been used for longest. `max_cached` bounds how many are kept so. What a
 background sequence leaves counts as not used for longest, unless others have used it too.
 BlockAllocator is for one thread at a time. SequenceBlocks is one sequence in a pool that several
 caches share: forks share the blocks behind their common positions, and the one that writes a block
@@ -81,14 +81,14 @@ class BlockAllocator:
 
     Args:
         blocks: how many; one that is never taken costs nothing.
-        most_cached: how many free blocks keep their contents, at most; None: all of them.
+        max_cached: how many free blocks keep their contents, at most; None: all of them.
     Attributes: `blocks`, how many there are. Every block is in use (one reference or more), or
     free; a free one is cached if its contents are known. `used_blocks`, `free_blocks` (cached ones
     among them) and `cached_blocks` count them.
     """
 
-    def __init__(self, blocks: int, most_cached: int | None = None) -> None:
-        self.blocks, self._most_cached = 0, most_cached
+    def __init__(self, blocks: int, max_cached: int | None = None) -> None:
+        self.blocks, self._max_cached = 0, max_cached
         self._references: list[int] = []  # of the blocks that have been taken once
         self._contents: list[Contents | None] = []
         self._by_key: dict[bytes, int] = {}
@@ -199,8 +199,8 @@ class BlockAllocator:
             for block in blocks:
                 if block in self._cached and block not in self._found:
                     self._cached.move_to_end(block, last=False)
-        if self._most_cached is not None:
-            while len(self._cached) > self._most_cached:
+        if self._max_cached is not None:
+            while len(self._cached) > self._max_cached:
                 self.forget([next(iter(self._cached))])
 
     def writable(self, block: int) -> int:
@@ -342,7 +342,7 @@ class BlockStore:
                     self._free_slots.append(slot)
             yield self._allocator
 
-    def enter(self, shared: Sequence[int] = ()) -> SequenceBlocks:
+    def add_sequence(self, shared: Sequence[int] = ()) -> SequenceBlocks:
         """A new sequence that begins with `shared` blocks of another."""
         with self.books() as allocator:
             slot = self._take_slot()
@@ -391,7 +391,7 @@ class SequenceBlocks:
     def fork(self) -> SequenceBlocks:
         """A sequence with the same contents, which shares the blocks."""
         used = -(-self.length // self.store.pool.block_size)
-        twin = self.store.enter(self.blocks[:used])
+        twin = self.store.add_sequence(self.blocks[:used])
         twin.length = self.length
         if self.store.pool.states is not None:
             self.store.pool.states.copy(self.slot, twin.slot)
@@ -466,10 +466,10 @@ def renew(sequences: Sequence[SequenceBlocks], lengths: Sequence[int]) -> None:
 
 def _reserve(config: KVCacheConfig) -> KVPool:
     blocks = config.own_blocks
-    most = blocks * (1 + _FORKS) if config.blocks is None else blocks
+    maximum = blocks * (1 + _FORKS) if config.blocks is None else blocks
     form = config.block_size, config.torch_dtype
     slots = config.batch * (1 + _FORKS)
     try:
-        return KVPool(config, blocks, *form, max_blocks=most, state_slots=slots)
+        return KVPool(config, blocks, *form, max_blocks=maximum, state_slots=slots)
     except MemoryError:  # a system that counts addresses as memory
         return KVPool(config, blocks, *form, state_slots=config.batch + 1)

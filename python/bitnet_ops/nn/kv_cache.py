@@ -62,7 +62,7 @@ class KVCache:
         elif (batch, max_len, dtype) != (None, None, None):
             raise ValueError("KVCache: expected a KVCacheConfig and nothing else, got more")
         store = BlockStore(config)
-        self._hold(config, [store.enter() for _ in range(config.batch)])
+        self._hold(config, [store.add_sequence() for _ in range(config.batch)])
 
     def _hold(self, config: KVCacheConfig, rows: list[SequenceBlocks]) -> None:
         self.config, self._rows = config, rows

@@ -17,7 +17,7 @@ from torch import Tensor
 from bitnet_ops.blocks.listing import Kept
 from bitnet_ops.memory.reserved import Reserved
 
-MOST_KEPT_DRAFTS = 8
+MAX_KEPT_DRAFTS = 8
 
 
 def slot_bytes(kept: Mapping[str, Kept]) -> int:
@@ -54,7 +54,7 @@ class StatePool:
     """
 
     def __init__(
-        self, kept: Mapping[str, Kept], slots: int, *, drafts: int = MOST_KEPT_DRAFTS
+        self, kept: Mapping[str, Kept], slots: int, *, drafts: int = MAX_KEPT_DRAFTS
     ) -> None:
         self.kept, self.slots, self.drafts = kept, slots, drafts
         self._memory = [Reserved(slots, _shape(one, drafts), _dtype(one)) for one in kept.values()]

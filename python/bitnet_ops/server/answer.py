@@ -1,6 +1,6 @@
 """Answer: a model's text, piece by piece, as thoughts, plain text and calls of tools.
 
-What is told does not depend on where the pieces are cut, and nothing of a tag is ever told: text
+What is returned does not depend on where the pieces are cut, and never contains a tag: text
 that may still become one is held back.
 """
 
@@ -69,7 +69,7 @@ class AnswerText:
         if opened:
             self._state = "thought"
         self._held = ""  # what may become a tag or a stop text
-        self._white = ""  # space that is told only if text follows
+        self._white = ""  # space that is returned only if text follows
         self._fresh = opened  # nothing of this part has come: space is left out
         self._reader: CallReader | None = None
         self._draft: CallReader | None = (

@@ -112,5 +112,6 @@ class Connection(HttpToolsProtocol):
 def options() -> dict[str, Any]:
     """What uvicorn.Config has to be given."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = min(2048, files // 2) if files > 0 else 2048  # of the rest the prefix cache has need
-    return {"http": Connection, "ws": "none", "limit_concurrency": most, "timeout_keep_alive": 30}
+    maximum = min(2048, files // 2) if files > 0 else 2048  # of the rest the prefix cache has need
+    return {"http": Connection, "ws": "none", "limit_concurrency": maximum,
+            "timeout_keep_alive": 30}  # fmt: skip

@@ -93,7 +93,7 @@ def remark(what: str) -> str:
     return f"[{what}: left out, since it is not read here]"
 
 
-# What is told ------------------------------------------------------------------------------------
+# What is returned --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,12 @@ class Gate:
         running: answers that are computed at once.
         waiting: answers that may wait beside them.
         per_client: answers of one client, running and waiting; None: as many as there are.
-    Attributes: `running` and `waiting`, how many there are now; `most_running`, `most_waiting`;
+    Attributes: `running` and `waiting`, how many there are now; `max_running`, `max_waiting`;
     `closed`, the reason why nobody is admitted any more.
     """
 
     def __init__(self, running: int, waiting: int, per_client: int | None = None) -> None:
-        self.most_running, self.most_waiting = running, waiting
+        self.max_running, self.max_waiting = running, waiting
         self._per_client = running + waiting if per_client is None else per_client
         self.running = self.waiting = 0
         self.closed = ""
@@ -49,11 +49,11 @@ class Gate:
                 code="rate_limit_exceeded",
             )
         ticket = Ticket(self, client, answers)
-        if not self.waiting and self.running + answers <= self.most_running:
+        if not self.waiting and self.running + answers <= self.max_running:
             self._begin(ticket)
-        elif self.waiting + answers > self.most_waiting:
+        elif self.waiting + answers > self.max_waiting:
             raise AskError(
-                f"server: expected at most {counted(self.most_waiting, 'answer')} to wait, got "
+                f"server: expected at most {counted(self.max_waiting, 'answer')} to wait, got "
                 f"{self.waiting + answers}; try again later",
                 status=429,
                 code="rate_limit_exceeded",
@@ -67,7 +67,7 @@ class Gate:
     @property
     def retry_after(self) -> int:
         """Seconds after which there is likely to be a place."""
-        rounds = 1 + self.waiting / max(1, self.most_running)
+        rounds = 1 + self.waiting / max(1, self.max_running)
         return max(1, min(60, round(self._seconds * rounds)))
 
     def _begin(self, ticket: Ticket) -> None:
@@ -98,7 +98,7 @@ class Gate:
         for queue in self._queues:
             while queue:
                 client, tickets = next(iter(queue.items()))
-                if self.running + tickets[0].answers > self.most_running:
+                if self.running + tickets[0].answers > self.max_running:
                     return
                 ticket = tickets.popleft()
                 if tickets:

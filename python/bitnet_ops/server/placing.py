@@ -150,5 +150,5 @@ def _without_system(messages: Sequence[Message]) -> list[Message]:
 
 def _told_calls(messages: Sequence[Message]) -> list[Message]:
     """Calls and their results in words, for templates that have other rules for them."""
-    told, _ = IN_WORDS.prompt(messages, ())
-    return _alternating(told)
+    in_words, _ = IN_WORDS.prompt(messages, ())
+    return _alternating(in_words)

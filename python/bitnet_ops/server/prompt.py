@@ -193,17 +193,17 @@ def _text_ids(served: Served, ask: Ask) -> list[int]:
 
 
 def encode_within(
-    tokenizer: Tokenizer, text: str | Sequence[int], most: int, truncate: bool
+    tokenizer: Tokenizer, text: str | Sequence[int], maximum: int, truncate: bool
 ) -> list[int]:
-    """The ids of a text that has at most `most`, or, truncated, `most` of them with the last one.
+    """The ids of a text with `maximum` at most; truncated, the first ids and the last one.
 
     Raises TextLengthError for one that certainly has more.
     """
     if not isinstance(text, str):
         ids = list(text)
     elif not truncate:
-        tokenizer.check_length(text, most)
+        tokenizer.check_length(text, maximum)
         ids = tokenizer.encode(text)
     else:
-        ids = tokenizer.encode(tokenizer.shortened(text, most))
-    return ids if len(ids) <= most or not truncate else [*ids[: most - 1], ids[-1]]
+        ids = tokenizer.encode(tokenizer.shortened(text, maximum))
+    return ids if len(ids) <= maximum or not truncate else [*ids[: maximum - 1], ids[-1]]

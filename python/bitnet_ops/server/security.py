@@ -32,7 +32,7 @@ _HALF = re.compile(  # the first one without the second, or the second without t
     re.DOTALL,
 )
 _SMALL = 256 << 10  # a body that always has room
-_MOST_VALUES, _MOST_GROUPS = 1 << 20, 100_000
+_MAX_VALUES, _MAX_GROUPS = 1 << 20, 100_000
 _HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -223,9 +223,11 @@ def _key_of(headers: dict[bytes, str]) -> str:
     return headers.get(b"x-api-key", "")
 
 
-def _check_size(size: int, most: int) -> None:
-    if size > most:
-        raise AskError(f"server: expected a body of at most {most >> 20} MiB, got more", status=413)
+def _check_size(size: int, maximum: int) -> None:
+    if size > maximum:
+        raise AskError(
+            f"server: expected a body of at most {maximum >> 20} MiB, got more", status=413
+        )
 
 
 def read_json(body: bytes) -> bytes:
@@ -245,14 +247,14 @@ def read_json(body: bytes) -> bytes:
     if _HALF.search(plain):
         plain = _HALF.sub(rb"\\ufffd", plain)
         body = plain.replace(b"\0\0", rb"\\")
-    if len(body) <= _MOST_GROUPS:
+    if len(body) <= _MAX_GROUPS:
         return body
-    pieces = plain.replace(rb"\"", b"").split(b'"', 2 * _MOST_VALUES)  # every other one is a text
+    pieces = plain.replace(rb"\"", b"").split(b'"', 2 * _MAX_VALUES)  # every other one is a text
     outside = b"".join(pieces[::2])
     values, groups = outside.count(b","), outside.count(b"[") + outside.count(b"{")
-    if groups > _MOST_GROUPS or values > _MOST_VALUES or len(pieces) > 2 * _MOST_VALUES:
+    if groups > _MAX_GROUPS or values > _MAX_VALUES or len(pieces) > 2 * _MAX_VALUES:
         raise AskError(
-            f"server: expected at most {_MOST_VALUES:,} values in a request, and {_MOST_GROUPS:,} "
+            f"server: expected at most {_MAX_VALUES:,} values in a request, and {_MAX_GROUPS:,} "
             "lists and objects, got more",
             status=413,
         )

@@ -37,8 +37,8 @@ from bitnet_ops.server.prompt import Prompt, encode_within, make_prompt
 
 T = TypeVar("T")
 _READERS = 2  # prompts that are encoded at once: each may take some hundred MB for a moment
-_MOST_COUNTED = 1 << 18  # tokens that are counted or told, of a model whose context is shorter
-_MOST_EMBEDDED = 1 << 20  # tokens of all texts of a request
+_MAX_COUNTED = 1 << 18  # tokens that are counted or returned, of a model whose context is shorter
+_MAX_EMBEDDED = 1 << 20  # tokens of all texts of a request
 _LOG = logging.getLogger(__name__)
 
 
@@ -76,7 +76,7 @@ class Service:
             self.options.max_running, self.options.max_waiting, self.options.max_per_client
         )
         self.gate.closed = "the model is being loaded"
-        self._reading = Gate(_READERS, self.gate.most_running + self.gate.most_waiting)
+        self._reading = Gate(_READERS, self.gate.max_running + self.gate.max_waiting)
         self._readers = ThreadPoolExecutor(_READERS, "bitnet-ops reader")
         self.metrics = Metrics()
         self._catalog: Catalog | None = None
@@ -124,9 +124,9 @@ class Service:
         client.hold(ticket.leave)
         try:
             prompt = await self.read(client, lambda: make_prompt(served, ask))
-            most = served.context_length - len(prompt.ids) + (ask.max_tokens == 0)
+            maximum = served.context_length - len(prompt.ids) + (ask.max_tokens == 0)
             for bound in (ask.max_tokens, self.options.max_tokens):
-                most = most if bound is None else min(most, bound)
+                maximum = maximum if bound is None else min(maximum, bound)
             params = _params(served, ask)
             params.check_vocabulary(served.lm.config.vocab_size)
         except SamplingError as error:
@@ -135,7 +135,7 @@ class Service:
         except BaseException:
             ticket.leave()
             raise
-        answer = Answer(self, served, ask, prompt, params, most, ticket)
+        answer = Answer(self, served, ask, prompt, params, maximum, ticket)
         client.hold(answer.close)
         return answer
 
@@ -146,9 +146,9 @@ class Service:
                 "model; ask /v1/embeddings",
                 field="model",
             )
-        most = min(self.options.max_answers, self.gate.most_running)
-        if not 1 <= ask.n <= most:
-            raise AskError(f"server: expected n from 1 to {most}, got {ask.n}", field="n")
+        maximum = min(self.options.max_answers, self.gate.max_running)
+        if not 1 <= ask.n <= maximum:
+            raise AskError(f"server: expected n from 1 to {maximum}, got {ask.n}", field="n")
 
     async def run(self, client: Client, steps: Callable[[], Generator[None, None, T]]) -> T:
         """The result of work beside the engines' steps; it takes the place of an answer."""
@@ -189,9 +189,9 @@ class Service:
     async def count(self, model: str, client: Client, ids: Callable[[Served, int], T]) -> T:
         """What `ids` gives for the model and the most tokens that it may count."""
         served = self.catalog.find(model)
-        most = max(served.context_length, _MOST_COUNTED)
+        maximum = max(served.context_length, _MAX_COUNTED)
         try:
-            return await self.read(client, lambda: ids(served, most))
+            return await self.read(client, lambda: ids(served, maximum))
         except TokenizerError as error:
             raise AskError(str(error)) from None
 
@@ -225,28 +225,28 @@ def _text_ids(
     served: Served, texts: Sequence[str | Sequence[int]], truncate: bool
 ) -> list[list[int]]:
     """The ids of texts to be embedded."""
-    most, found, left = served.context_length, list[list[int]](), _MOST_EMBEDDED
+    maximum, found, left = served.context_length, list[list[int]](), _MAX_EMBEDDED
     for text in texts:
         try:
-            ids = encode_within(served.lm.tokenizer, text, most, truncate)
+            ids = encode_within(served.lm.tokenizer, text, maximum, truncate)
         except TokenizerError as error:
             raise AskError(str(error), field="input") from None
         left -= len(ids)
         if left < 0:
             raise AskError(
-                f"server: expected texts of at most {_MOST_EMBEDDED:,} tokens together, got more",
+                f"server: expected texts of at most {_MAX_EMBEDDED:,} tokens together, got more",
                 field="input",
             )
         found.append(ids)
     return found
 
 
-def _left(deadline: float, most: float) -> float:
+def _left(deadline: float, maximum: float) -> float:
     """Seconds until the deadline; raises AskError behind it."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise AskError(
-            f"server: expected an answer within {most:g} s, got none; ask for fewer tokens",
+            f"server: expected an answer within {maximum:g} s, got none; ask for fewer tokens",
             status=503,
             code="timeout",
         )
@@ -303,7 +303,8 @@ class Answer:
         self.served, self.ask, self.ids, self._prompt = served, ask, prompt.ids, prompt
         self.created, self.cached_tokens = int(time.time()), 0
         self.timing = AnswerTiming(time.perf_counter())
-        self._service, self._ticket, self._params, self._most = service, ticket, params, max_tokens
+        self._service, self._ticket = service, ticket
+        self._params, self._max_tokens = params, max_tokens
         self._choices: dict[int, Choice] = {}  # those that have not ended, by the engine's ids
         self._computed: set[int] = set()  # those that the engine has not ended
         self._events: deque[Event] = deque()
@@ -375,7 +376,7 @@ class Answer:
         assert postbox is not None
         lm, ask = self.served.lm, self.ask
         stop_ids = frozenset[int]() if ask.ignore_eos else lm.stop_ids
-        limits, consumer = Limits(self._most, stop_ids), postbox.to(self._deliver)
+        limits, consumer = Limits(self._max_tokens, stop_ids), postbox.to(self._deliver)
         for index in range(ask.n):
             params = self._params
             if index and params.seed is not None:  # else all answers would be the same
@@ -462,7 +463,7 @@ class Answer:
         if self._read:
             return
         self._read, self.cached_tokens = True, tokens
-        if self._most:  # else nothing was computed
+        if self._max_tokens:  # else nothing was computed
             seconds = (self.timing.first_s or time.perf_counter()) - self.timing.asked_s
             self._service.metrics.first_token(seconds, len(self.ids), tokens)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bitnet_ops.generate.grammar import MOST_CHARACTERS, Grammar, GrammarError, Grammars
+from bitnet_ops.generate.grammar import MAX_CHARACTERS, Grammar, GrammarError, Grammars
 from bitnet_ops.generate.schema_rules import (
     SchemaError,
     SchemaRules,
@@ -34,7 +34,7 @@ _NAME = re.compile(r"[\w.:/-]{1,256}")
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _SPACE = r"SPACE: /( |\n[ \t]{0,8})/"
 _DEEPEST = 64  # of a schema
-_MOST_APART = 256  # tools that are tried one by one, where all together are too much
+_MAX_APART = 256  # tools that are tried one by one, where all together are too much
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -116,7 +116,7 @@ class ToolForm:
         try:
             return grammars.lark(whole, "tools", soft=soft)
         except GrammarError:
-            if len(chosen) <= _MOST_APART:
+            if len(chosen) <= _MAX_APART:
                 one = lambda i, t: lambda rules: self._call_of(rules, i, t, False)  # noqa: E731
                 loose = [i for i, t in chosen if not grammars.holds(text("start: call", one(i, t)))]
                 with contextlib.suppress(GrammarError):
@@ -265,9 +265,9 @@ def _checked(parameters: Any, field: str) -> Mapping[str, Any]:
     kind = parameters.get("type", "object")
     if "object" not in (kind if isinstance(kind, list) else [kind]):
         raise GrammarError(f"{field}: expected the schema of an object, got {kind!r:.80}")
-    if is_deeper(parameters, _DEEPEST) or len(json.dumps(parameters)) > MOST_CHARACTERS:
+    if is_deeper(parameters, _DEEPEST) or len(json.dumps(parameters)) > MAX_CHARACTERS:
         raise GrammarError(
-            f"{field}: expected a schema at most {_DEEPEST} deep and {MOST_CHARACTERS >> 10} KiB "
+            f"{field}: expected a schema at most {_DEEPEST} deep and {MAX_CHARACTERS >> 10} KiB "
             "large, got a larger one"
         )
     return parameters

@@ -16,8 +16,8 @@ import sys
 from datetime import datetime
 from typing import Any
 
-_MOST_TEXT = 16 << 20  # characters of an answer; a context of a million tokens has a quarter
-_MOST_MESSAGE = 500
+_MAX_TEXT = 16 << 20  # characters of an answer; a context of a million tokens has a quarter
+_MAX_MESSAGE = 500
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def _answer(parse: Any, request: dict[str, Any]) -> dict[str, Any]:
         return {"error": "MemoryError", "message": "", "line": None, "classes": []}
     except BaseException as error:
         classes = [c.__name__ for c in type(error).__mro__]
-        message = str(getattr(error, "message", None) or error)[:_MOST_MESSAGE]
+        message = str(getattr(error, "message", None) or error)[:_MAX_MESSAGE]
         line = getattr(error, "lineno", None)
         return {"error": classes[0], "message": message, "line": line, "classes": classes}
     finally:
@@ -133,7 +133,7 @@ def _render(template: Any, variables: dict[str, Any]) -> str:
     pieces, size = [], 0
     for piece in template.generate(**variables):
         size += len(piece)
-        if size > _MOST_TEXT:
+        if size > _MAX_TEXT:
             raise _TooLong
         pieces.append(piece)
     return "".join(pieces)

@@ -25,7 +25,7 @@ from typing import IO, Any
 from bitnet_ops.errors import BitNetError
 
 _SCRIPT = Path(__file__).with_name("_bounded_child.py")
-_MOST_ANSWER_BYTES = 256 << 20  # twelve for each character of the largest text
+_MAX_ANSWER_BYTES = 256 << 20  # twelve for each character of the largest text
 _WALL_S = 120.0  # when the machine is so busy that the child hardly runs
 
 
@@ -180,7 +180,7 @@ def _send(pipe: IO[bytes] | None, value: dict[str, Any]) -> None:
 def _receive(pipe: IO[bytes] | None, deadline: float) -> dict[str, Any]:
     assert pipe is not None
     size = struct.unpack("<Q", _read(pipe.fileno(), 8, deadline))[0]
-    if size > _MOST_ANSWER_BYTES:
+    if size > _MAX_ANSWER_BYTES:
         raise EOFError
     answer = json.loads(_read(pipe.fileno(), size, deadline))
     if not isinstance(answer, dict):

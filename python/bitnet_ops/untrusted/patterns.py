@@ -13,15 +13,15 @@ from collections.abc import Sequence
 
 from bitnet_ops.errors import BitNetError
 
-MOST_PATTERNS = 4096  # of one list: a name for every projection of the largest models
-MOST_CHARACTERS = 4000  # published tokenizers have a tenth
+MAX_PATTERNS = 4096  # of one list: a name for every projection of the largest models
+MAX_CHARACTERS = 4000  # published tokenizers have a tenth
 # Of one alternative of an expression that Python matches, on names of modules: with four `.*` a
 # name of sixty characters takes half a million steps at most.
-_MOST_UNBOUNDED, _MOST_CHOICES = 4, 8
+_MAX_UNBOUNDED, _MAX_CHOICES = 4, 8
 # Of one alternative of an expression of a tokenizer, which is tried at every place of a text.
-_MOST_WAYS = 16  # in which its options, branches and short repetitions can turn out
-_MOST_LENGTHS = 4  # of a short repetition; one that has more counts as one without bounds
-_MOST_REPEATS = 256
+_MAX_WAYS = 16  # in which its options, branches and short repetitions can turn out
+_MAX_LENGTHS = 4  # of a short repetition; one that has more counts as one without bounds
+_MAX_REPEATS = 256
 _DEEPEST = 8  # groups within groups
 _QUANTIFIER = re.compile(r"([*+?])[?+]?|\{(\d*)(,?)(\d*)\}\??")
 _GROUP = re.compile(r"\((?:\?(?:[ims-]*:|<?[=!]|>|<\w+>|[ims-]+(?=\)))|(?!\?))")
@@ -39,8 +39,8 @@ def matches(
 
     `within`: an expression of ours with %s, where a pattern stands. Raises PatternError.
     """
-    if len(patterns) > MOST_PATTERNS:
-        raise PatternError(f"at most {MOST_PATTERNS} of them, got {len(patterns)}")
+    if len(patterns) > MAX_PATTERNS:
+        raise PatternError(f"at most {MAX_PATTERNS} of them, got {len(patterns)}")
     rows = []
     for pattern in patterns:
         check_limits(pattern)
@@ -73,8 +73,8 @@ def check_limits(expression: str, *, of_tokenizer: bool = False) -> None:
 
 
 def _problem(expression: str, of_tokenizer: bool) -> str | None:
-    if len(expression) > MOST_CHARACTERS:
-        return f"{len(expression)} characters, more than {MOST_CHARACTERS}"
+    if len(expression) > MAX_CHARACTERS:
+        return f"{len(expression)} characters, more than {MAX_CHARACTERS}"
     if re.search(r"\(\?(#|[a-zA-Z-]*x)", expression):
         return "comments"
     groups = [False]  # whether the open groups, the outermost first, repeat or branch
@@ -105,7 +105,7 @@ def _problem(expression: str, of_tokenizer: bool) -> str | None:
             choices += c != "|" or not groups[-1]  # the branches of a group are one choice
             unbounded += c in "*+{"
             groups[-1] = True
-        if not of_tokenizer and (unbounded > _MOST_UNBOUNDED or choices > _MOST_CHOICES):
+        if not of_tokenizer and (unbounded > _MAX_UNBOUNDED or choices > _MAX_CHOICES):
             return f"{choices} repetitions, options and branches in a row"
     return None
 
@@ -146,24 +146,24 @@ def _alternatives(text: str, i: int, before: int, depth: int) -> tuple[int, int,
     """
     if depth > _DEEPEST:
         raise _Slow(f"groups more than {_DEEPEST} deep")
-    most_unbounded = unbounded = outcomes = 0
+    max_unbounded = unbounded = outcomes = 0
     ways = 1
     while i < len(text) and not (text[i] == ")" and depth):
         if text[i] == "|":
-            most_unbounded, outcomes = max(most_unbounded, unbounded), outcomes + ways
+            max_unbounded, outcomes = max(max_unbounded, unbounded), outcomes + ways
             i, unbounded, ways = i + 1, 0, 1
             continue
-        i, least, lengths, inner, inner_ways = _part(text, i, before + unbounded, depth)
-        if least and before + unbounded >= 2:
+        i, minimum, lengths, inner, inner_ways = _part(text, i, before + unbounded, depth)
+        if minimum and before + unbounded >= 2:
             raise _Slow("what can fail behind two repetitions without bounds")
-        if lengths > _MOST_LENGTHS:
+        if lengths > _MAX_LENGTHS:
             unbounded += 1
         else:
             unbounded += inner
             ways *= inner_ways + lengths - 1
-        if ways > _MOST_WAYS:
-            raise _Slow(f"options and branches of more than {_MOST_WAYS} outcomes")
-    return i, max(most_unbounded, unbounded), outcomes + ways
+        if ways > _MAX_WAYS:
+            raise _Slow(f"options and branches of more than {_MAX_WAYS} outcomes")
+    return i, max(max_unbounded, unbounded), outcomes + ways
 
 
 def _part(text: str, i: int, before: int, depth: int) -> tuple[int, int, int, int, int]:
@@ -174,10 +174,10 @@ def _part(text: str, i: int, before: int, depth: int) -> tuple[int, int, int, in
             raise _Slow("an unusual group")
         begin = opened.end()
         i, inner, ways = _alternatives(text, begin, 0, depth + 1)
-        end, least, lengths = _quantifier(text, i + 1)
-        if least and inner:  # one that may be left out makes nothing before it be tried again
+        end, minimum, lengths = _quantifier(text, i + 1)
+        if minimum and inner:  # one that may be left out makes nothing before it be tried again
             _alternatives(text, begin, before, depth + 1)
-        return end, least, lengths, inner, ways
+        return end, minimum, lengths, inner, ways
     if text[i] == "\\" and (escape := _ESCAPE.match(text, i)):
         if escape[0] == "\\g":
             raise _Slow("a call of a group")
@@ -196,9 +196,9 @@ def _quantifier(text: str, i: int) -> tuple[int, int, int]:
     if _QUANTIFIER.match(text, found.end()):
         raise _Slow("a repeated repetition")
     if sign:
-        return found.end(), int(sign == "+"), 2 if sign == "?" else _MOST_LENGTHS + 1
-    least = int(low or 0)
-    lengths = _MOST_LENGTHS + 1 if comma and not high else int(high or least) - least + 1
-    if least > _MOST_REPEATS:
-        raise _Slow(f"more than {_MOST_REPEATS} repetitions")
-    return found.end(), least, max(1, lengths)
+        return found.end(), int(sign == "+"), 2 if sign == "?" else _MAX_LENGTHS + 1
+    minimum = int(low or 0)
+    lengths = _MAX_LENGTHS + 1 if comma and not high else int(high or minimum) - minimum + 1
+    if minimum > _MAX_REPEATS:
+        raise _Slow(f"more than {_MAX_REPEATS} repetitions")
+    return found.end(), minimum, max(1, lengths)

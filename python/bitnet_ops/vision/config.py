@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from bitnet_ops.config.values import MOST_LAYERS, UnsupportedModelError
+from bitnet_ops.config.values import MAX_LAYERS, UnsupportedModelError
 
 IMAGE_TOKENS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
 PROJECTOR = "qwen3vl_merger"
@@ -57,7 +57,7 @@ class VisionConfig:
     max_pixels: int = MAX_PIXELS
 
     def __post_init__(self) -> None:
-        _integer("depth", self.depth, MOST_LAYERS)
+        _integer("depth", self.depth, MAX_LAYERS)
         for name in ("hidden_size", "num_heads", "intermediate_size", "out_hidden_size"):
             _integer(name, getattr(self, name), _MOST_WIDTH)
         _integer("num_position_embeddings", self.num_position_embeddings, 1 << 22)

@@ -38,7 +38,7 @@ ARGUMENTS = (
     *("--dtype", "float32", "--kv-cache-dtype", "bfloat16"),
     *("--max-running-requests", "32", "--log-level", "warning"),
 )
-_MOST_TOKENS = 32768  # in the cache of keys and values, where memory allows
+_MAX_TOKENS = 32768  # in the cache of keys and values, where memory allows
 _FALLBACK = "transformers"  # the module of SGLang that runs what it has no class for
 
 
@@ -254,10 +254,10 @@ def _tokens_in_memory(file: Path) -> int:
     try:
         config = ModelConfig.from_hf(read_json_object(file))
     except BitNetError:  # whoever loads the model says it
-        return _MOST_TOKENS
+        return _MAX_TOKENS
     rows = 2 * config.num_hidden_layers * config.num_key_value_heads
     found = machine.cache_budget() // (rows * KV_TYPES["bfloat16"].row_bytes(config.head_dim))
-    return max(1, min(_MOST_TOKENS, found))
+    return max(1, min(_MAX_TOKENS, found))
 
 
 def _answers(model: Path, options: Sequence[str]) -> list[str]:

@@ -16,8 +16,8 @@ from pydantic import Field
 from bitnet_ops.generate.pictures import PictureMarks
 from bitnet_ops.server.catalog import Served
 from bitnet_ops.server.dialects.fields import (
-    MOST_MESSAGES,
-    MOST_TOOLS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
     Body,
     Count,
     Sampling,
@@ -89,9 +89,9 @@ class OutputConfig(Body):
 
 class CountRequest(Sampling):
     model: str | None = None
-    messages: Annotated[list[Any], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[Any], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: str | list[Any] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoiceParam | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -221,7 +221,7 @@ class _Said:
     """What one side says until a result of a tool comes."""
 
     def __init__(self, role: str, marks: PictureMarks) -> None:
-        self.role, self.told, self._marks = role, False, marks
+        self.role, self.sent, self._marks = role, False, marks
         self.texts, self.thoughts, self.calls = list[str](), list[str](), list[dict[str, Any]]()
 
     def take(self, last: bool = False) -> Iterator[dict[str, Any]]:
@@ -230,14 +230,14 @@ class _Said:
             self._marks.joined(filter(None, self.texts)),
             "\n".join(filter(None, self.thoughts)),
         )
-        if self.texts or self.calls or (last and not self.told):
+        if self.texts or self.calls or (last and not self.sent):
             message: dict[str, Any] = {"role": self.role, "content": text}
             if thoughts:
                 message["reasoning_content"] = thoughts
             if self.calls:
                 message |= {"content": text or None, "tool_calls": self.calls}
             yield message
-        self.told = True
+        self.sent = True
         self.texts, self.thoughts, self.calls = [], [], []
 
 
@@ -250,7 +250,7 @@ def _result(reader: Reader, block: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "tool_call_id": id} if isinstance(id, str) else message
 
 
-# What is told ------------------------------------------------------------------------------------
+# What is returned --------------------------------------------------------------------------------
 
 
 @router.post(_PATH)
@@ -266,20 +266,20 @@ async def count_tokens(body: CountRequest, request: Request) -> Any:
     """Of a prompt that may be longer than the context: clients ask in order to know that."""
     ask, client = body.ask(), client_of(request)
 
-    def count(served: Served, most: int) -> int:
-        return _count(served, ask, most)
+    def count(served: Served, maximum: int) -> int:
+        return _count(served, ask, maximum)
 
     found = service_of(request).count(ask.model, client, count)
     return {"input_tokens": await unless_gone(request, found)}
 
 
-def _count(served: Served, ask: Ask, most: int) -> int:
+def _count(served: Served, ask: Ask, maximum: int) -> int:
     shape = AnswerShape(ask, served.lm.tokenizer, served.grammars)
-    return len(chat_ids(served, read_chat(served, ask, shape, most)))
+    return len(chat_ids(served, read_chat(served, ask, shape, maximum)))
 
 
 class _Message:
-    """What is told of one answer."""
+    """What is returned of one answer."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer, self._id = answer, f"msg_{secrets.token_hex(12)}"

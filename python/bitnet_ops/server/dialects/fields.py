@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 
 from bitnet_ops.server.exchange import AskError, Format, Tool, ToolChoice
 
-MOST_MESSAGES, MOST_STOPS, MOST_TOOLS = 10_000, 16, 1024
-_MOST_NAME = 256
-_MOST_SCHEMA_BYTES, _MOST_SCHEMA_DEPTH = 256 << 10, 64
+MAX_MESSAGES, MAX_STOPS, MAX_TOOLS = 10_000, 16, 1024
+_MAX_NAME = 256
+_MAX_SCHEMA_BYTES, _MAX_SCHEMA_DEPTH = 256 << 10, 64
 
 
 def _fail_fast(schema: Any) -> None:
@@ -50,7 +50,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Repetition = Annotated[float, Field(gt=0, le=100)]
 Word = Annotated[str, Field(max_length=64)]
 StopText = Annotated[str, Field(max_length=1000)]
-Stop = StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None
+Stop = StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None
 
 
 class Sampling(Body):
@@ -94,10 +94,10 @@ def tools_of(entries: Iterable[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
         if entry.get("type", "function") != "function" or not isinstance(function, Mapping):
             continue
         name = function.get("name")
-        if not isinstance(name, str) or not 0 < len(name) <= _MOST_NAME:
+        if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME:
             got = f"one of {len(name)}" if isinstance(name, str) and name else "none"
             raise AskError(
-                f"server: expected a name of 1 to {_MOST_NAME} letters for every tool, got {got}",
+                f"server: expected a name of 1 to {_MAX_NAME} letters for every tool, got {got}",
                 field="tools",
             )
         parameters = function.get("parameters") or {}
@@ -170,9 +170,9 @@ def check_schema(schema: Any, field: str) -> None:
     depth, level = 0, [schema]
     while level:
         depth += 1
-        if depth > _MOST_SCHEMA_DEPTH:
+        if depth > _MAX_SCHEMA_DEPTH:
             raise AskError(
-                f"server: expected a JSON schema of at most {_MOST_SCHEMA_DEPTH} levels, got more",
+                f"server: expected a JSON schema of at most {_MAX_SCHEMA_DEPTH} levels, got more",
                 field=field,
             )
         level = [
@@ -186,9 +186,9 @@ def check_schema(schema: Any, field: str) -> None:
                 else ()
             )
         ]
-    if len(json.dumps(schema)) > _MOST_SCHEMA_BYTES:
+    if len(json.dumps(schema)) > _MAX_SCHEMA_BYTES:
         raise AskError(
-            f"server: expected a JSON schema below {_MOST_SCHEMA_BYTES >> 10} KiB, got more",
+            f"server: expected a JSON schema below {_MAX_SCHEMA_BYTES >> 10} KiB, got more",
             field=field,
         )
 

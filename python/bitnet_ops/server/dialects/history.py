@@ -27,7 +27,7 @@ _THOUGHT_PARTS = ("thinking", "think", "reasoning", "redacted_thinking")
 _THOUGHTS = ("reasoning_content", "reasoning", "reasoning_text", "thinking", "thinking_blocks")
 # What a person would read of a part of another kind.
 _SAID = ("title", "context", "url", "text", "stdout", "stderr", "error_code", "tool_name")
-_MOST_DEPTH = 64
+_MAX_DEPTH = 64
 # Chat completions, Responses, Anthropic and tools of MCP; Ollama's as `_turn` of ollama.py has it.
 _PICTURES = ("image_url", "input_image", "image")
 
@@ -204,7 +204,7 @@ def _parsed(text: str) -> Any:
 def _deep(value: Any) -> bool:
     """Whether it has more levels than anybody's arguments, or templates' filters, bear."""
     level = [value]
-    for _ in range(_MOST_DEPTH):
+    for _ in range(_MAX_DEPTH):
         level = [
             inner
             for one in level

@@ -28,8 +28,8 @@ from pydantic import Field
 from bitnet_ops.generate.run import TokenLogprobs
 from bitnet_ops.server.catalog import Served
 from bitnet_ops.server.dialects.fields import (
-    MOST_MESSAGES,
-    MOST_TOOLS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
     Body,
     Positive,
     Repetition,
@@ -142,8 +142,8 @@ class AnswerBody(NamedBody):
 
 
 class ChatBody(AnswerBody):
-    messages: Annotated[list[Any], Field(max_length=MOST_MESSAGES)] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS)] | None = None
+    messages: Annotated[list[Any], Field(max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
 
     def ask(self) -> Ask:
         messages, pictures = read_messages([_turn(turn) for turn in self.messages or ()])
@@ -213,7 +213,7 @@ def _format(value: Any) -> Format:
     )
 
 
-# What is told ------------------------------------------------------------------------------------
+# What is returned --------------------------------------------------------------------------------
 
 
 @router.post("/api/chat")
@@ -223,7 +223,7 @@ async def chat(body: ChatBody, request: Request) -> Any:
     service = service_of(request)
     _check_thinking(service.catalog.find(body.wanted), body)
     answer = await service.answer(body.ask(), client_of(request))
-    return await _told(request, body, _Form(answer, body, "message"))
+    return await _respond(request, body, _Form(answer, body, "message"))
 
 
 @router.post("/api/generate")
@@ -235,7 +235,7 @@ async def generate(body: GenerateBody, request: Request) -> Any:
     _check_thinking(served, body)
     ask = body.ask(served)
     answer = await service.answer(ask, client_of(request))
-    return await _told(request, body, _Form(answer, body, "response"))
+    return await _respond(request, body, _Form(answer, body, "response"))
 
 
 def _check_thinking(served: Served, body: AnswerBody) -> None:
@@ -255,14 +255,14 @@ def _loaded(request: Request, body: NamedBody, **empty: Any) -> dict[str, Any]:
     return {**head, **empty, "done": True, "done_reason": "load"}
 
 
-async def _told(request: Request, body: AnswerBody, form: _Form) -> Any:
+async def _respond(request: Request, body: AnswerBody, form: _Form) -> Any:
     if body.stream is False:
         return await unless_gone(request, _whole(form))
     return EventStream(_stream(form), _NDJSON)
 
 
 class _Form:
-    """What is told of one answer; kind: "message" of chats, "response" of texts."""
+    """What is returned of one answer; kind: "message" of chats, "response" of texts."""
 
     def __init__(self, answer: Answer, body: AnswerBody, kind: str) -> None:
         self.answer, self._kind = answer, kind
@@ -289,7 +289,7 @@ class _Form:
         return {"model": self._model, "created_at": _now(), **said, "done": False}
 
     def parts(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        """The lines that a delta completes: a call is told when all its arguments are there."""
+        """The lines that a delta completes: a call is returned when all its arguments are there."""
         if isinstance(delta, CallArguments):
             assert self._call is not None
             self._call[1].append(delta.text)

@@ -24,8 +24,8 @@ from bitnet_ops.generate.pictures import PictureMarks
 from bitnet_ops.generate.run import TokenLogprobs
 from bitnet_ops.generate.tokenizer import Tokenizer
 from bitnet_ops.server.dialects.fields import (
-    MOST_MESSAGES,
-    MOST_TOOLS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
     Body,
     Count,
     Positive,
@@ -76,7 +76,7 @@ class StreamOptions(Body):
 
 class ChatRequest(Sampling, ThinkingFields):
     model: str = ""
-    messages: Annotated[list[Any], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[Any], Field(min_length=1, max_length=MAX_MESSAGES)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Positive | Literal[-1] | None = None
@@ -86,7 +86,7 @@ class ChatRequest(Sampling, ThinkingFields):
     logit_bias: dict[int, float] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None

@@ -48,9 +48,9 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Any:
         special = body.add_special_tokens is not False
     text = body.prompt if body.prompt is not None else body.content or ""
 
-    def read(served: Served, most: int) -> Response:
+    def read(served: Served, maximum: int) -> Response:
         tokenizer = served.lm.tokenizer
-        tokenizer.check_length(text, most)
+        tokenizer.check_length(text, maximum)
         ids = tokenizer.encode(text, special)
         tokens: list[Any] = list(ids)
         if body.with_pieces:
@@ -68,7 +68,7 @@ class DetokenizeRequest(Body):
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, request: Request) -> Any:
-    def read(served: Served, most: int) -> Response:
+    def read(served: Served, maximum: int) -> Response:
         text = served.lm.tokenizer.decode(body.tokens, False)
         return JSONResponse({"content": text, "prompt": text})
 
@@ -87,7 +87,7 @@ async def status_data(request: Request) -> Any:
         "uptime_s": round(time.time() - service.metrics.started, 1),
         "state": service.state,
         "models": models,
-        "queue": {"running": gate.running, "waiting": gate.waiting, "limit": gate.most_waiting},
+        "queue": {"running": gate.running, "waiting": gate.waiting, "limit": gate.max_waiting},
         "history": service.metrics.history(),
         "requests": service.metrics.requests,
         "tokens": {

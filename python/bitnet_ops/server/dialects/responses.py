@@ -15,8 +15,8 @@ from pydantic import Field
 
 from bitnet_ops.generate.pictures import PictureMarks
 from bitnet_ops.server.dialects.fields import (
-    MOST_MESSAGES,
-    MOST_TOOLS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
     Body,
     Positive,
     Sampling,
@@ -59,11 +59,11 @@ class ReasoningOptions(Body):
 
 class ResponseRequest(Sampling):
     model: str = ""
-    input: str | Annotated[list[Any], Field(max_length=MOST_MESSAGES)] = ""
+    input: str | Annotated[list[Any], Field(max_length=MAX_MESSAGES)] = ""
     instructions: str | None = None
     stream: bool | None = None
     max_output_tokens: Positive | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
