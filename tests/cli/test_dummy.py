@@ -5,9 +5,11 @@ Sizes are those of the originals' config.json. Nothing here asserts a speed or r
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
+import jinja2
 import pytest
 import torch
 
@@ -20,6 +22,8 @@ from bitnet_ops.language_model import load
 from bitnet_ops.models import expected_tensors
 from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.packing import PackedWeight
+from bitnet_ops.vision.config import IMAGE_TOKENS
+from bitnet_ops.vision.weights import load_tower
 
 
 def parameters(name: str) -> int:
@@ -135,6 +139,27 @@ def test_the_file_is_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
     loaded = load(tmp_path / "new").engine.generate(prompt, limits=limits)
     built = Engine(dummy.decoder("tiny", seed=5)).generate(prompt, limits=limits)
     assert loaded[0].token_ids == built[0].token_ids
+
+
+def test_a_model_that_reads_images(tmp_path: Path) -> None:
+    file = dummy.write("tiny-images", tmp_path / "new")
+    tower = load_tower(file)
+    assert tower is not None and tower.config.depth == 2
+    rows = tower(torch.rand(24, 768) * 2 - 1, [(4, 6)])[0]
+    assert rows.shape == (6, 64) and 0.1 < float(rows.std()) < 3
+    with load(file.parent) as lm:
+        ids = {token: lm.tokenizer.backend.token_to_id(token) for token in IMAGE_TOKENS}
+        assert ids == dict(zip(IMAGE_TOKENS, (326, 327, 328), strict=True))
+        assert len(lm.engine.generate([[5, 6, 7]], limits=Limits(3))[0].token_ids) == 3
+        plain = lm.tokenizer.render_chat([{"role": "user", "content": "What?"}])
+    assert plain == "<s>User: What?</s>Assistant: "
+    about = json.loads((file.parent / "tokenizer_config.json").read_text())
+    parts = [{"type": "image"}, {"type": "text", "text": "What?"}]
+    text = jinja2.Template(about["chat_template"]).render(
+        messages=[{"role": "user", "content": parts}], bos_token="<s>", eos_token="</s>",
+        add_generation_prompt=True)  # fmt: skip
+    assert text == "<s>User: <|vision_start|><|image_pad|><|vision_end|>What?</s>Assistant: "
+    assert dummy.write("tiny", tmp_path / "blind") and load_tower(tmp_path / "blind") is None
 
 
 def test_unknown_names_are_rejected() -> None:

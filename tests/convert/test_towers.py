@@ -22,6 +22,7 @@ from bitnet_ops.convert.diff import diff
 from bitnet_ops.convert.gguf_export import export_gguf
 from bitnet_ops.convert.inspect import inspect
 from bitnet_ops.convert.report import ConvertReport
+from bitnet_ops.convert.verify import verify
 from bitnet_ops.formats.sglbitnt import Reader
 from bitnet_ops.language_model import load
 from bitnet_ops.loading.weights import load_model
@@ -292,6 +293,48 @@ def test_inspect_lists_a_tower_and_diff_compares_it(
     convert(source, tmp_path / "blind", vision=False)
     assert inspect(tmp_path / "blind")["vision"] is None
     assert len(diff(source, tmp_path / "blind")["only_a"]) == count
+
+
+@pytest.mark.parametrize("form", ["hf-bf16", "Q8_0", "mlx"])
+def test_a_proof_compares_the_tower(tmp_path: Path, form: str) -> None:
+    source = FORMS[form][0](tmp_path / "source")
+    report = run(source, tmp_path / "out", verify=True)
+    assert report.verification is not None
+    proof = report.verification["tower"]
+    assert proof["oracle"].startswith("transformers ") and proof["tensors_different"] == 0
+    assert proof["rows"] == 6 + 4 + 35 and 0 < proof["relative_difference"] < TOLERANCE
+    assert proof["tensors"] == len(towers.shapes(TOWER))
+    (line,) = [line for line in report.lines() if "tower for images: 0 of" in line]
+    assert "45 rows" in line
+    found = verify(tmp_path / "out", source)["verification"]
+    assert found["tower"] == proof and found["passed"]
+    names = [path.name for path in (tmp_path / "source").iterdir() if "mmproj" in path.name]
+    assert set(names) <= set(report.source_sha256)
+
+
+def test_a_proof_sees_a_wrong_tower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bitnet_ops.convert import comparison
+    from bitnet_ops.convert.oracles import OracleUnavailable
+    from bitnet_ops.vision import tower as module
+
+    source = unpacked(tmp_path / "source")
+    convert(source, tmp_path / "out")
+    right = module.rotary_angles
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "rotary_angles", lambda at, width: right(at.flip(0), width))
+        with pytest.raises(ConvertError, match="a row of an image off by"):
+            convert(source, tmp_path / "wrong", verify=True)
+    assert not (tmp_path / "wrong").exists()
+    edit(source, lambda tensors: tensors[LAST].add_(1))
+    failures = verify(tmp_path / "out", source)["verification"]["failures"]
+    assert any(f"1 of {len(towers.shapes(TOWER))} tensors of the tower" in f for f in failures)
+
+    def missing(*_: object) -> None:
+        raise OracleUnavailable("transformers is not installed")
+
+    monkeypatch.setattr(comparison, "tower_features", missing)
+    proof = verify(tmp_path / "out", source)["verification"]["tower"]
+    assert proof["oracle"] is None and "not installed" in proof["why_not_transformers"]
 
 
 def test_inspect_says_why_a_checkpoint_has_no_tower(tmp_path: Path) -> None:

@@ -18,6 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE", help="the folder or GGUF file it came from")
     parser.add_argument("--text", metavar="FILE", help="measure on this text, not on the built-in")
     parser.add_argument("--lora", metavar="DIR", help="the adapter that was merged, if one was")
+    parser.add_argument(
+        "--mmproj", metavar="FILE", help="the tower for images that was named, if one was"
+    )
     add_json(parser)
 
 
@@ -26,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     from bitnet_ops.convert.errors import ConvertError
     from bitnet_ops.convert.verify import lines, verify
 
-    result = verify(args.file, args.source, text=args.text, lora=args.lora)
+    result = verify(args.file, args.source, text=args.text, lora=args.lora, mmproj=args.mmproj)
     print_result(result, lines(result), as_json=args.json)
     failures = result["verification"]["failures"]
     if failures:

@@ -29,14 +29,22 @@ from bitnet_ops.config.scheme import Storage
 from bitnet_ops.convert.errors import reject
 from bitnet_ops.convert.gguf_source import GgufSource
 from bitnet_ops.convert.hf_source import HfSource
-from bitnet_ops.convert.oracles import GgufOracle, HfOracle, OracleUnavailable, PlainOracle
+from bitnet_ops.convert.oracles import (
+    GgufOracle,
+    HfOracle,
+    OracleUnavailable,
+    PlainOracle,
+    tower_features,
+)
 from bitnet_ops.convert.source import Plan, Source
 from bitnet_ops.convert.ternary import damage, implausible, implausible_dense
+from bitnet_ops.convert.tower import Tower
 from bitnet_ops.formats.sglbitnt import Reader, model_file
 from bitnet_ops.generate.tokenizer import Tokenizer
 from bitnet_ops.loading.weights import load_model
 from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.packing import BLOCK, spread_scales
+from bitnet_ops.vision.weights import PREFIX, load_tower, shapes
 
 PIECE_TOKENS = 512  # of a text; a plain forward's attention is quadratic
 MAX_TEXT_TOKENS = 4096
@@ -46,6 +54,10 @@ MAX_TIED_SHARE = 1e-3  # of a projection's weights: masters on a tie may fall ei
 MAX_RELATIVE_DIFFERENCE = 0.1  # of the largest logit; two right forwards reach 0.04 at worst
 MIN_TOP1 = 0.95  # on a few hundred tokens; 0.99 and more over thousands
 NUDGE = 2.0**-17  # of embedded values: what a float32 forward's roundings amount to, at most
+# of the largest value of a row of an image: float32 sums in another order reach 1e-6, and the
+# smallest mistake of the maths is above this
+MAX_TOWER_DIFFERENCE = 1e-4
+TOWER_GRIDS = [(4, 6), (2, 8), (10, 14)]  # rows and columns of patches
 MAX_LOSS_DIFFERENCE = 0.02  # nats per token on a few hundred tokens; 0.001 over ten thousand
 
 # Our own words, plain English with figures, a list and a line break, so that a tokenizer has work.
@@ -170,6 +182,34 @@ class Oracle(Protocol):
 
 
 @dataclass
+class TowerComparison:
+    """A tower for images: its tensors, and its rows for three images of noise.
+
+    oracle: None where transformers cannot serve, for `why_not_transformers`; tensors are compared
+    all the same. relative_difference: the largest of a row's values, relative to the largest value.
+    """
+
+    tensors: int = 0
+    tensors_different: int = 0
+    oracle: str | None = None
+    why_not_transformers: str | None = None
+    rows: int = 0
+    relative_difference: float = 0.0
+
+    def failures(self) -> list[str]:
+        """One sentence for every bound that is broken; NaN breaks them."""
+        found = []
+        if self.tensors_different:
+            found.append(f"{self.tensors_different} of {self.tensors} tensors of the tower differ")
+        if not self.relative_difference <= MAX_TOWER_DIFFERENCE:
+            found.append(
+                f"a row of an image off by {self.relative_difference:.3g} of the largest value "
+                f"(at most {MAX_TOWER_DIFFERENCE:.3g})"
+            )
+        return found
+
+
+@dataclass
 class Verification:
     """What was compared with what, and how close it is; no `failures` means close enough."""
 
@@ -183,6 +223,7 @@ class Verification:
     logits: LogitComparison = field(default_factory=LogitComparison)
     # against the source's own arithmetic, where that leaves activations unrounded; never judged
     floating_activations: LogitComparison | None = None
+    tower: TowerComparison | None = None  # where there is one
     # of the plain forward and itself with a nudged input, where a usual bound was broken
     noise: LogitComparison | None = None
     damage: list[str] = field(default_factory=list)  # of the source; among the failures
@@ -194,6 +235,8 @@ class Verification:
         for name, value in values.items():
             if isinstance(value, LogitComparison):
                 values[name] = value.to_dict()
+            elif isinstance(value, TowerComparison):
+                values[name] = dataclasses.asdict(value)
         return {**values, "passed": not self.failures}
 
 
@@ -226,7 +269,36 @@ def verify_conversion(
         plain = oracle if isinstance(oracle, PlainOracle) else plain_oracle(source)
         undisturbed = reference if plain is oracle else plain.logits(sequences)
         result.noise = _compared(sequences, undisturbed, plain.logits(sequences, NUDGE))
+    if source.tower is not None:
+        result.tower = compare_tower(source.tower, file)
+        result.failures += result.tower.failures()
     result.failures += [*result.damage, *result.logits.failures(result.noise)]
+    return result
+
+
+def compare_tower(tower: Tower, file: Path) -> TowerComparison:
+    """The tower of a source with the one in the model file that was made of it, in float32."""
+    result = TowerComparison()
+    with Reader(file, check_codes=False) as reader:
+        for name in shapes(tower.config):
+            stored, given = reader.tensor(PREFIX + name), tower.read(name)
+            result.tensors += 1
+            result.tensors_different += not torch.equal(stored, given.to(stored.dtype))
+    generator = torch.Generator().manual_seed(0)
+    counts = [height * width for height, width in TOWER_GRIDS]
+    pixels = torch.rand(sum(counts), tower.config.patch_features, generator=generator) * 2 - 1
+    twice = pixels.view(-1, 3, 1, tower.config.patch_size**2).repeat(1, 1, 2, 1).flatten(1)
+    try:
+        result.oracle, expected = tower_features(tower, twice, TOWER_GRIDS)
+    except OracleUnavailable as error:
+        result.why_not_transformers = str(error)
+        return result
+    ours = load_tower(file)
+    assert ours is not None
+    found, reference = torch.cat(ours(pixels, TOWER_GRIDS)), torch.cat(expected)
+    result.rows = len(found)
+    largest = float(reference.abs().max())
+    result.relative_difference = float((found - reference).abs().max()) / max(largest, 1e-30)
     return result
 
 

@@ -29,6 +29,7 @@ from bitnet_ops.convert.gguf_config import PERMUTED
 from bitnet_ops.convert.gguf_source import GgufSource, scale_name
 from bitnet_ops.convert.hf_source import HfSource
 from bitnet_ops.convert.source import Plan, Source
+from bitnet_ops.convert.tower import Tower
 from bitnet_ops.errors import BitNetError, install
 from bitnet_ops.nn.rotary import rotary
 
@@ -98,6 +99,39 @@ class HfOracle:
         """fp32 logits [T, V] of every sequence of token ids."""
         with _quiet_and_eager():
             return [self._model(torch.tensor([ids])).logits[0].float() for ids in sequences]
+
+
+@torch.no_grad()
+def tower_features(
+    tower: Tower, pixels: Tensor, grids: list[tuple[int, int]]
+) -> tuple[str, list[Tensor]]:
+    """(the reference's name, its rows for each image) of a source's tower, in float32.
+
+    `pixels`: [patches, 1536], each image at both times. Raises OracleUnavailable.
+    """
+    config = tower.config
+    try:
+        with _quiet_and_eager() as transformers:
+            from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
+            from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
+
+            about = Qwen3_5VisionConfig(
+                depth=config.depth,
+                hidden_size=config.hidden_size,
+                num_heads=config.num_heads,
+                intermediate_size=config.intermediate_size,
+                out_hidden_size=config.out_hidden_size,
+                num_position_embeddings=config.num_position_embeddings,
+            )
+            model = Qwen3_5VisionModel(about).float().eval()
+            for name, parameter in model.named_parameters():
+                parameter.copy_(tower.read(name))
+            rows = model(pixels, grid_thw=torch.tensor([(1, *grid) for grid in grids]))
+    except (ImportError, AttributeError, TypeError) as error:
+        raise OracleUnavailable(f"it has no such tower: {error}") from error
+    counts = [height * width // 4 for height, width in grids]
+    name = f"transformers {transformers.__version__} fp32"
+    return name, list(rows.pooler_output.split(counts))
 
 
 def _load(transformers: Any, source: HfSource) -> Any:

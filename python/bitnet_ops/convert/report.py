@@ -138,7 +138,20 @@ def proof_line(proof: dict[str, Any]) -> str:
         f"the largest), top-1 {100 * figures['top1_agreement']:.1f} %, loss "
         f"{figures['loss_ours']:.4f} against {figures['loss_reference']:.4f} (perplexity "
         f"{figures['perplexity_ours']:.3f} against {figures['perplexity_reference']:.3f}) on the "
-        f"{proof['text']}{source}{noise}"
+        f"{proof['text']}{source}{noise}{_tower(proof.get('tower'))}"
+    )
+
+
+def _tower(proof: dict[str, Any] | None) -> str:
+    """A tower for images in half a sentence; nothing where there is none."""
+    if proof is None:
+        return ""
+    same = f"; tower for images: {proof['tensors_different']} of {proof['tensors']} tensors differ"
+    if proof["oracle"] is None:
+        return f"{same}, its rows were not compared ({proof['why_not_transformers']})"
+    return (
+        f"{same}, largest difference of {counted(proof['rows'], 'row')} "
+        f"{proof['relative_difference']:.2g} of the largest value against {proof['oracle']}"
     )
 
 

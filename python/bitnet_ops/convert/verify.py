@@ -19,9 +19,11 @@ from bitnet_ops.convert.hf_source import HfSource
 from bitnet_ops.convert.inspect import inspect
 from bitnet_ops.convert.report import ConvertReport, proof_line, table_lines
 from bitnet_ops.convert.source import file_sha256
+from bitnet_ops.convert.tower import with_tower
 from bitnet_ops.formats.destination import SUMMARY_FILE
 from bitnet_ops.formats.gguf import Q2_BLOCKS, is_gguf
 from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, model_file, replace_config
+from bitnet_ops.vision.weights import PREFIX, vision_config
 
 
 @said_by("verify")
@@ -31,6 +33,7 @@ def verify(
     *,
     text: str | Path | None = None,
     lora: str | Path | None = None,
+    mmproj: str | Path | None = None,
 ) -> dict[str, Any]:
     """Compare a converted model with its source.
 
@@ -39,6 +42,7 @@ def verify(
         src_dir: the Hugging Face folder, or the GGUF file, that it came from.
         text: a UTF-8 file to measure logits and perplexity on; None is the converter's own text.
         lora: the PEFT directory that was merged when the file was made.
+        mmproj: the file with the tower for images that was named when the file was made.
     Returns JSON-ready: "verification" (its "failures" is empty where they agree), "tensors",
         "sha256", "source_sha256".
     Raises ConvertError for a source that does not convert or that belongs to another model
@@ -47,17 +51,20 @@ def verify(
     path = model_file(file)
     try:
         with Reader(path) as reader:
-            config, names = dict(reader.config), set(reader.tensors)
+            config = dict(reader.config)
+            names = {name for name in reader.tensors if not name.startswith(PREFIX)}
     except SglbitntError as error:
         raise ConvertError(error.code, str(error)) from error
     chosen = None if text is None else Path(text)
+    images = mmproj, vision_config(config) is not None
     if is_gguf(src_dir):
         if lora is not None:
             reject("folder-option", "a folder with --lora", str(src_dir))
-        result, hashes = _against_gguf(path, Path(src_dir), config, chosen)
+        result, hashes = _against_gguf(path, Path(src_dir), config, chosen, images)
     else:
         source = _folder_source(src_dir, config, names, lora)
-        result, hashes = verify_conversion(source, path, text=chosen), source.hashes()
+        with with_tower(source, *images):
+            result, hashes = verify_conversion(source, path, text=chosen), source.hashes()
     return {
         "verification": result.to_dict(),
         "sha256": file_sha256(path),
@@ -67,7 +74,11 @@ def verify(
 
 
 def _against_gguf(
-    path: Path, file: Path, config: dict[str, Any], text: Path | None
+    path: Path,
+    file: Path,
+    config: dict[str, Any],
+    text: Path | None,
+    images: tuple[str | Path | None, bool],
 ) -> tuple[Verification, dict[str, str]]:
     block = config.pop(PRIVATE_BLOCK, None) or {}
     layout = str(block.get("source_mode", "")).partition(" layout ")[2] or "a"
@@ -75,7 +86,8 @@ def _against_gguf(
     q2_block = block_size if block_size in Q2_BLOCKS else None
     with GgufSource.opened(file, i2s_layout=layout, q2_block=q2_block) as source:
         _reject_another(config, source.plan.hf_config)
-        return verify_conversion(source, path, text=text), source.hashes()
+        with with_tower(source, *images):
+            return verify_conversion(source, path, text=text), source.hashes()
 
 
 def _folder_source(

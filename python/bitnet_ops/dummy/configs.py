@@ -129,6 +129,40 @@ def _llama(
     }
 
 
+def _tiny_images() -> dict[str, Any]:
+    """A hybrid of four layers that reads images; its tower's MLP is no multiple of 32."""
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 56,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 64,
+        "image_token_id": 326,
+        "vision_start_token_id": 327,
+        "vision_end_token_id": 328,
+    }
+    return {
+        **_bonsai2(4, 64, 128, heads=2, kv_heads=1, value_heads=4, tied=True),
+        "vocab_size": 331,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [3, 3, 2],
+            "mrope_interleaved": True,
+        },
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "bitnet_ops": {"format_version": 1, "vision": vision},
+    }
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     # microsoft/bitnet-b1.58-2B-4T
     "2b-4t": {
@@ -198,6 +232,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "dim_model_base": 256,
         "tie_word_embeddings": True,
     },
+    # for tests: a hybrid with a tower for images
+    "tiny-images": _tiny_images(),
     # for tests: grouped queries, K that is no multiple of 128, N that fills no tile
     "tiny": {
         "model_type": "bitnet",

@@ -29,6 +29,8 @@ from bitnet_ops.loading.weights import repack_all
 from bitnet_ops.models import Decoder, TensorSpec, build, expected_tensors
 from bitnet_ops.nn.packing import BLOCK, PackedWeight, packed_row_bytes
 from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT
+from bitnet_ops.vision.weights import KEY as VISION
+from bitnet_ops.vision.weights import PREFIX, shapes, vision_config
 
 if TYPE_CHECKING:
     from bitnet_ops.convert.progress import Progress
@@ -92,6 +94,8 @@ def write(
     """
     model_config = config(name)
     source = {"bitnet_ops": {"format_version": 1}, **_config_json(name)}
+    if (vision := vision_config(source)) is not None:  # every key, as a conversion has it
+        source["bitnet_ops"] = {**source["bitnet_ops"], VISION: vision.to_json()}
     target = Path(directory)
     target.parent.mkdir(parents=True, exist_ok=True)
     with destination.new_folder(target, replace=force) as folder:
@@ -108,17 +112,21 @@ def _write_model(
     grouped: bool,
     progress: Progress | None = None,
 ) -> None:
-    pool = _pool(specs, seed)
-    with sglbitnt.Writer(file, source, len(specs), specs) as writer:
+    pool, vision = _pool(specs, seed), vision_config(source)
+    tower = {} if vision is None else shapes(vision)
+    names = [*specs, *(PREFIX + name for name in tower)]
+    with sglbitnt.Writer(file, source, len(names), names) as writer:
         for done, (tensor_name, spec) in enumerate(specs.items()):
             if progress is not None:
-                progress(done, len(specs), tensor_name)
+                progress(done, len(names), tensor_name)
             tensor = _tensor(tensor_name, spec, pool, grouped)
             if isinstance(tensor, PackedWeight):
                 parts = tensor.weight, tensor.scale, tensor.in_features, tensor.group_size
                 writer.add_packed(tensor_name, *parts)
             else:
                 writer.add_dense(tensor_name, tensor)
+        for name, shape in tower.items():
+            writer.add_dense(PREFIX + name, _tower_tensor(name, shape, pool))
     dummy_tokenizer.write(file.parent, source)
 
 
@@ -157,6 +165,14 @@ def _tensor(name: str, spec: TensorSpec, pool: _Pool, grouped: bool) -> Tensor |
     if len(spec.shape) == 2:
         return pool.matrix(*spec.shape)
     return pool.norm_weight(spec.shape[0])
+
+
+def _tower_tensor(name: str, shape: tuple[int, ...], pool: _Pool) -> Tensor:
+    """Of a tower for images; rows come out near 1, as embedded tokens do after their norm."""
+    if len(shape) == 1:
+        return pool.uniform(shape, 1.0 if "norm" in name and "weight" in name else 0.0, 0.1)
+    fan_in = 1 if name == "pos_embed.weight" else math.prod(shape[1:])
+    return pool.uniform(shape, 0.0, (3 / fan_in) ** 0.5)
 
 
 class _Pool:
