@@ -224,8 +224,8 @@ def _write(source: Source, output: Path, version: int, progress: Progress | None
                     warnings.append(warning)
                 _write_dense(source, name, tensor, writer)
             else:
-                found = source.ternary(name)
-                _write_ternary(source, name, found, spec.shape[1], writer, totals)
+                ternary = source.ternary(name)
+                _write_ternary(source, name, ternary, spec.shape[1], writer, totals)
             source.release(name)
         _write_tower(source, beside, writer, progress)
     source.remarks += damage([*totals.implausible, *warnings])

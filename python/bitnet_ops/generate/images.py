@@ -59,7 +59,7 @@ class Images:
         self.config, self.limits = config, limits
         self._load, self._digest = load, digest
         self._tower: VisionTower | None = None
-        self._lock, self._most = threading.Lock(), int(kept_mb * 2**20)
+        self._lock, self._max_bytes = threading.Lock(), int(kept_mb * 2**20)
         self._kept: OrderedDict[bytes, PromptRows] = OrderedDict()
         self._bytes = 0
 
@@ -111,7 +111,7 @@ class Images:
     def _keep(self, identity: bytes, rows: PromptRows) -> None:
         self._kept[identity] = rows
         self._bytes += rows.rows.nbytes
-        while self._bytes > self._most and self._kept:
+        while self._bytes > self._max_bytes and self._kept:
             self._bytes -= self._kept.popitem(last=False)[1].rows.nbytes
 
     def expand(self, ids: Sequence[int], pictures: Sequence[Picture]) -> list[int | PromptRows]:

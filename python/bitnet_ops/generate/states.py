@@ -124,7 +124,8 @@ class StateSlots:
             best = None
             for one in self._by_parent.get(request.key(block - 1, self._size), ()):
                 begin = block * self._size
-                fits = one.tokens <= maximum and one.tail == tuple(request.content[begin : one.tokens])
+                tail = tuple(request.content[begin : one.tokens])
+                fits = one.tokens <= maximum and one.tail == tail
                 if fits and (best is None or one.tokens > best.tokens):
                     best = one
             if best is not None:

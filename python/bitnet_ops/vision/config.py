@@ -21,7 +21,7 @@ EPSILON = 1e-6  # of every norm; no file states it
 # of the published preprocessor_config.json, for a file without one
 MIN_PIXELS, MAX_PIXELS = 65_536, 16_777_216
 _HALVES = (0.5, 0.5, 0.5)
-_MOST_WIDTH = 1 << 17  # no published tower has a tenth of it
+_MAX_WIDTH = 1 << 17  # no published tower has a tenth of it
 _MODEL_TYPES = {"qwen3_5", "qwen3_5_vision", "qwen3_5_moe", "qwen3_5_moe_vision"}
 _WITHOUT = "convert with --no-vision leaves the tower out"
 _RESCALE, _BICUBIC = 1 / 255, 3
@@ -59,7 +59,7 @@ class VisionConfig:
     def __post_init__(self) -> None:
         _integer("depth", self.depth, MAX_LAYERS)
         for name in ("hidden_size", "num_heads", "intermediate_size", "out_hidden_size"):
-            _integer(name, getattr(self, name), _MOST_WIDTH)
+            _integer(name, getattr(self, name), _MAX_WIDTH)
         _integer("num_position_embeddings", self.num_position_embeddings, 1 << 22)
         for name in ("image_token_id", "vision_start_token_id", "vision_end_token_id"):
             _integer(name, getattr(self, name), 2**31 - 1, least=0)
@@ -110,7 +110,10 @@ class VisionConfig:
         missing = [name for name in required if name not in values]
         if unknown or missing:
             _refuse(f"the keys {', '.join(names)}", f"{unknown or 'none'} more, {missing} missing")
-        return cls(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
+        found: dict[str, Any] = {
+            n: tuple(v) if isinstance(v, list) else v for n, v in values.items()
+        }
+        return cls(**found)
 
     @classmethod
     def from_hf(

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from bitnet_ops.vision.errors import ImageError
 
 _PNG = b"\x89PNG\r\n\x1a\n"
-_MOST_CHUNKS = 20_000  # of a PNG; writers make chunks of 8 KiB
-_MOST_SEGMENTS = 2_000  # of a JPEG, each of at most 64 KiB
-_MOST_SCANS = 100  # of a JPEG; progressive files have about ten
-_MOST_JUNK = 1 << 16  # bytes between the segments of a JPEG
-_MOST_BLOCKS = 20_000  # of a GIF's extensions before its first picture, each of at most 255 bytes
-_MOST_DATA_BLOCKS = 200_000  # of that picture, looked through for another one behind it
+_MAX_CHUNKS = 20_000  # of a PNG; writers make chunks of 8 KiB
+_MAX_SEGMENTS = 2_000  # of a JPEG, each of at most 64 KiB
+_MAX_SCANS = 100  # of a JPEG; progressive files have about ten
+_MAX_JUNK = 1 << 16  # bytes between the segments of a JPEG
+_MAX_BLOCKS = 20_000  # of a GIF's extensions before its first picture, each of at most 255 bytes
+_MAX_DATA_BLOCKS = 200_000  # of that picture, looked through for another one behind it
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # of a JPEG, inside its compressed data too
 _SAVE_AGAIN = "save the picture again as PNG or JPEG"
 
@@ -107,7 +107,7 @@ def _refuse(expected: str, got: str) -> None:
 def _walk_png(data: bytes) -> bytes:
     """Count the chunks; the EXIF chunk behind the pixels, if there is one."""
     at, pixels, exif = len(_PNG), False, b""
-    for _ in range(_MOST_CHUNKS):
+    for _ in range(_MAX_CHUNKS):
         length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
         if len(kind) < 4 or kind == b"IEND":
             return exif
@@ -115,31 +115,31 @@ def _walk_png(data: bytes) -> bytes:
         if kind == b"eXIf" and pixels:
             exif = data[at + 8 : at + 8 + length]
         at += 12 + length
-    _refuse(f"a PNG of at most {_MOST_CHUNKS} chunks", "more")
+    _refuse(f"a PNG of at most {_MAX_CHUNKS} chunks", "more")
     return exif
 
 
 def _walk_jpeg(data: bytes) -> None:
     """Count segments and scans up to the end of the first picture."""
     at, junk, scans = 2, 0, 0
-    for _ in range(_MOST_SEGMENTS):
+    for _ in range(_MAX_SEGMENTS):
         found = _MARKER.search(data, at)
         if found is None:
             return
         if not scans:
             junk += found.start() - at
-            if junk > _MOST_JUNK:
+            if junk > _MAX_JUNK:
                 _refuse("a JPEG of segments", "other bytes between them")
         marker, at = data[found.end() - 1], found.end()
         if marker == 0xD9:
             return
         if marker == 0xDA:
             scans += 1
-            if scans > _MOST_SCANS:
-                _refuse(f"a JPEG of at most {_MOST_SCANS} scans", "more")
+            if scans > _MAX_SCANS:
+                _refuse(f"a JPEG of at most {_MAX_SCANS} scans", "more")
         if marker not in (0x01, 0xD8):  # which have no length
             at += int.from_bytes(data[at : at + 2], "big")
-    _refuse(f"a JPEG of at most {_MOST_SEGMENTS} segments", "more")
+    _refuse(f"a JPEG of at most {_MAX_SEGMENTS} segments", "more")
 
 
 def _webp_size(data: bytes) -> tuple[int, int] | None:
@@ -165,9 +165,9 @@ def _walk_gif(data: bytes) -> bool:
     inside = False  # a row of blocks, which an empty one ends
     while at < len(data):
         blocks += 1
-        if blocks > (_MOST_DATA_BLOCKS if pictures else _MOST_BLOCKS):
+        if blocks > (_MAX_DATA_BLOCKS if pictures else _MAX_BLOCKS):
             if not pictures:
-                _refuse(f"a GIF of at most {_MOST_BLOCKS} blocks before its picture", "more")
+                _refuse(f"a GIF of at most {_MAX_BLOCKS} blocks before its picture", "more")
             return False
         kind = data[at]
         if inside:

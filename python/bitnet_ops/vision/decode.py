@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Those that cameras, screens and browsers make. AVIF: not every Pillow reads it, and its decoders
 # are larger than all others together; an operator may add it.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-MOST_ASPECT = 200  # of the longer side to the shorter one: the models' own limit
+MAX_ASPECT = 200  # of the longer side to the shorter one: the models' own limit
 _ORIENTATION = 0x0112  # EXIF
 _READERS = {  # modules of Pillow, and what opens a file there
     "PNG": ("PngImagePlugin", "PngImageFile"),
@@ -224,8 +224,8 @@ def _check_size(size: tuple[int, int], limits: ImageLimits) -> None:
     if width * height > limits.max_pixels:
         expected = f"at most {limits.max_pixels:,} pixels"
         raise ImageError(expected, found, "send a smaller picture")
-    if max(width, height) > MOST_ASPECT * min(width, height):
-        expected = f"one side at most {MOST_ASPECT} times the other"
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        expected = f"one side at most {MAX_ASPECT} times the other"
         raise ImageError(expected, found, "crop the picture")
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from bitnet_ops.arguments import check_integer
-from bitnet_ops.vision.decode import MOST_ASPECT
+from bitnet_ops.vision.decode import MAX_ASPECT
 from bitnet_ops.vision.errors import ImageError
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def smart_resize(
     The aspect stays as close as that allows. Halves are rounded to even. Raises ImageError where
     one side is more than 200 times the other.
     """
-    if max(height, width) > MOST_ASPECT * min(height, width):
-        expected = f"one side at most {MOST_ASPECT} times the other"
+    if max(height, width) > MAX_ASPECT * min(height, width):
+        expected = f"one side at most {MAX_ASPECT} times the other"
         raise ImageError(expected, f"{width} x {height}", "crop the picture")
     rows, columns = round(height / factor), round(width / factor)
     if rows * columns * factor**2 > max_pixels:

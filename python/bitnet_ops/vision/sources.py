@@ -30,8 +30,8 @@ from bitnet_ops.vision.decode import LIMITS, ImageLimits
 from bitnet_ops.vision.errors import ImageError
 
 _SEND_BYTES = "send the picture itself, as a data: URI in base64"
-_MOST_REDIRECTIONS = 3
-_MOST_ADDRESS = 8192  # characters of a URL
+_MAX_REDIRECTIONS = 3
+_MAX_ADDRESS = 8192  # characters of a URL
 _CHUNK = 1 << 16
 _REDIRECTIONS = (301, 302, 303, 307, 308)
 _DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -235,7 +235,7 @@ def _open_below(folder: Path, parts: tuple[str, ...]) -> int:
 def _fetch(url: str, sources: ImageSources, limits: ImageLimits) -> bytes:
     until = time.monotonic() + sources.timeout_s
     try:
-        for _ in range(_MOST_REDIRECTIONS + 1):
+        for _ in range(_MAX_REDIRECTIONS + 1):
             answer = _ask(url, sources, limits, until)
             if isinstance(answer, bytes):
                 return answer
@@ -248,7 +248,7 @@ def _fetch(url: str, sources: ImageSources, limits: ImageLimits) -> bytes:
             raise
         words = str(error) or type(error).__name__
         raise ImageError("a picture from its host", words[:200], _SEND_BYTES) from None
-    expected = f"at most {_MOST_REDIRECTIONS} redirections"
+    expected = f"at most {_MAX_REDIRECTIONS} redirections"
     raise ImageError(expected, "more", _SEND_BYTES)
 
 
@@ -291,8 +291,8 @@ def _body(answer: http.client.HTTPResponse, limits: ImageLimits) -> bytes:
 
 def _checked(url: str, sources: ImageSources) -> tuple[SplitResult, str, int]:
     """The parts, host and port of a URL that may be asked for."""
-    if len(url) > _MOST_ADDRESS or not re.fullmatch("[!-~]+", url):
-        expected = f"an address of at most {_MOST_ADDRESS} ASCII characters"
+    if len(url) > _MAX_ADDRESS or not re.fullmatch("[!-~]+", url):
+        expected = f"an address of at most {_MAX_ADDRESS} ASCII characters"
         raise ImageError(expected, "another one", _SEND_BYTES)
     try:
         parts = urlsplit(url)

@@ -172,13 +172,13 @@ class _PatchEmbed(nn.Module):
         size = config.patch_size
         self.proj = _Weight(config.hidden_size, 3, config.temporal_patch_size, size, size)
         bias = torch.empty(config.hidden_size)
-        self.proj.bias = nn.Parameter(bias, requires_grad=False)
+        self.proj.register_parameter("bias", nn.Parameter(bias, requires_grad=False))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        weight = self.proj.weight
+        weight: Tensor = self.proj.weight
         if pixels.shape[1] * 2 == weight[0].numel():
             weight = weight.sum(2)  # a still image stands at both times
-        return F.linear(pixels, weight.flatten(1), self.proj.bias)
+        return F.linear(pixels, weight.flatten(1), self.proj.get_parameter("bias"))
 
 
 class _Attention(nn.Module):
