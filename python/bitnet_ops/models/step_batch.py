@@ -111,6 +111,8 @@ class StepBatch:
         positions: list[int] = []
         slots: list[int] = []
         begins, lengths, tables = [0], [], []
+        axes: list[tuple[int, Tensor]] = []  # of sequences with pictures, and their rows
+        embedded: list[tuple[int, Tensor]] = []
         for i, sequence in enumerate(sequences):
             new, start, blocks = sequence.token_ids, sequence.start, sequence.blocks
             end = start + len(new)
@@ -124,6 +126,10 @@ class StepBatch:
             ids += new
             shift = sequence.shift
             positions += range(start + shift, end + shift)
+            if sequence.axes is not None:
+                axes.append((begins[i], sequence.axes))
+            if sequence.rows:
+                embedded += [(begins[i] + at, rows) for at, rows in sequence.rows]
             slots += [blocks[p // block_size] * block_size + p % block_size
                       for p in range(start, end)]  # fmt: skip
             begins.append(len(ids))
@@ -141,7 +147,7 @@ class StepBatch:
         views = numbers.split_with_sizes([len(part) for part in parts])
         return cls(
             token_ids=views[0],
-            positions=_with_axes(views[1], begins, sequences),
+            positions=_with_axes(views[1], axes) if axes else views[1],
             slot_mapping=views[2],
             query_start_loc=views[3],
             seq_lens=views[4],
@@ -151,11 +157,7 @@ class StepBatch:
             state_steps=_states_of(sequences),
             largest=largest,
             draws=draws,
-            rows=tuple(
-                (begin + at, rows)
-                for begin, s in zip(begins, sequences, strict=False)
-                for at, rows in s.rows
-            ),
+            rows=tuple(embedded),
         )
 
     def __repr__(self) -> str:
@@ -174,17 +176,12 @@ def logit_rounds(wanted: Sequence[int]) -> list[list[int]]:
     ]
 
 
-def _with_axes(
-    positions: Tensor, begins: Sequence[int], sequences: Sequence[SequenceStep]
-) -> Tensor:
-    """Positions [tokens] as they are, or [3, tokens] with those of sequences that have axes."""
-    if all(s.axes is None for s in sequences):
-        return positions
-    axes = positions.repeat(3, 1)
-    for begin, s in zip(begins, sequences, strict=False):
-        if s.axes is not None:
-            axes[:, begin : begin + len(s.token_ids)] = s.axes
-    return axes
+def _with_axes(positions: Tensor, axes: Sequence[tuple[int, Tensor]]) -> Tensor:
+    """Positions [tokens] as [3, tokens], with those of sequences that have axes of their own."""
+    found = positions.repeat(3, 1)
+    for begin, own in axes:
+        found[:, begin : begin + own.shape[1]] = own
+    return found
 
 
 def _states_of(sequences: Sequence[SequenceStep]) -> Tensor | None:

@@ -110,10 +110,11 @@ class VisionConfig:
         missing = [name for name in required if name not in values]
         if unknown or missing:
             _refuse(f"the keys {', '.join(names)}", f"{unknown or 'none'} more, {missing} missing")
-        found: dict[str, Any] = {
-            n: tuple(v) if isinstance(v, list) else v for n, v in values.items()
+        given: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
         }
-        return cls(**found)
+        return cls(**given)
 
     @classmethod
     def from_hf(

@@ -164,21 +164,27 @@ class _Norm(_Weight):
         return F.layer_norm(x, self.bias.shape, self.weight, self.bias, EPSILON)
 
 
+class _Filter(_Weight):
+    """The weight and bias of a convolution, float32."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__(*shape)
+        self.bias = nn.Parameter(torch.empty(shape[0]), requires_grad=False)
+
+
 class _PatchEmbed(nn.Module):
     """The product of a patch: a convolution whose stride is its kernel."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         size = config.patch_size
-        self.proj = _Weight(config.hidden_size, 3, config.temporal_patch_size, size, size)
-        bias = torch.empty(config.hidden_size)
-        self.proj.register_parameter("bias", nn.Parameter(bias, requires_grad=False))
+        self.proj = _Filter(config.hidden_size, 3, config.temporal_patch_size, size, size)
 
     def forward(self, pixels: Tensor) -> Tensor:
         weight: Tensor = self.proj.weight
         if pixels.shape[1] * 2 == weight[0].numel():
             weight = weight.sum(2)  # a still image stands at both times
-        return F.linear(pixels, weight.flatten(1), self.proj.get_parameter("bias"))
+        return F.linear(pixels, weight.flatten(1), self.proj.bias)
 
 
 class _Attention(nn.Module):
