@@ -99,7 +99,7 @@ _FILES = {Command.SAVE, Command.LOAD, Command.IMAGE}  # of which Tab completes t
 Entry = str | tuple[Command, str] | TextError  # a message; a command and what stands behind it
 _ROLES = ("system", "user", "assistant")
 _QUOTES = '"""'
-_MOST_SAVED = 1 << 30  # bytes of a file that /load reads
+_MAX_SAVED = 1 << 30  # bytes of a file that /load reads
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -427,7 +427,7 @@ def _save(file: str, body: dict[str, Any]) -> None:
 def _read(file: str, limits: ImageLimits) -> tuple[list[Mapping[str, Any]], int]:
     """The messages of a conversation that was saved, and how many pictures they have."""
     try:
-        found = read_json_object(Path(file).expanduser(), limit=_MOST_SAVED)
+        found = read_json_object(Path(file).expanduser(), limit=_MAX_SAVED)
     except BitNetError as error:
         raise TextError(f"chat: {error}") from None
     messages = found.get("messages")
