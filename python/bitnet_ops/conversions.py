@@ -6,6 +6,7 @@ from their files; whoever comes at the same time waits.
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import hashlib
 import importlib.metadata
@@ -49,16 +50,27 @@ def resolve(
     *,
     convert: bool = True,
     cache: str | os.PathLike[str] | None = None,
+    mmproj: str | os.PathLike[str] | None = None,
 ) -> Found:
     """The model file that `path` means, converted into the cache directory if it has to be.
 
-    `convert`: False takes converted models alone. `cache`: as of `cache_directory`.
+    `convert`: False takes converted models alone. `cache`: as of `cache_directory`. `mmproj`: the
+    file with the tower for pictures, as of `convert.convert`.
     Raises LoadError, HubError, convert.ConvertError.
     """
     source = find(path, convert)
+    tower = None if mmproj is None else Path(mmproj)
     if isinstance(source, Found):
+        if tower is not None:
+            raise LoadError(
+                f"load: expected a checkpoint or a GGUF file with --mmproj {tower}, got the "
+                f"converted model {source.file}; a tower joins a model when it is converted: "
+                "bitnet-ops convert SRC DST --mmproj FILE"
+            )
         return source
-    return Found(_conversion(source, cache_directory(cache)), source)
+    if tower is not None and not tower.is_file():
+        raise LoadError(f"load: expected a file for --mmproj, got {tower}, which is none")
+    return Found(_conversion(source, tower, cache_directory(cache)), source, tower)
 
 
 def convert_again(found: Found, why: Exception) -> Found:
@@ -67,19 +79,20 @@ def convert_again(found: Found, why: Exception) -> Found:
     target = found.file.parent
     _warn(target, why)
     shutil.rmtree(target)
-    return Found(_conversion(found.source, target.parent.parent), found.source)
+    made = _conversion(found.source, found.mmproj, target.parent.parent)
+    return dataclasses.replace(found, file=made)
 
 
-def _conversion(source: Path, cache: Path) -> Path:
+def _conversion(source: Path, mmproj: Path | None, cache: Path) -> Path:
     """The model file of `source` in the cache, converted now if it is not there."""
     root = cache / CONVERTED
-    target = root / _name(source)
+    target = root / _name(source, mmproj)
     try:
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not _is_whole(target):
             with _turn(target):
                 if not _is_whole(target):  # no other process made it meanwhile
-                    _convert(source, target)
+                    _convert(source, mmproj, target)
     except OSError as error:
         raise LoadError(
             f"load: expected room for a conversion of {source} in {root}, got {error}; name "
@@ -123,7 +136,7 @@ def prune(cache: Path, age_s: float) -> list[Conversion]:
     return old
 
 
-def _name(source: Path) -> str:
+def _name(source: Path, mmproj: Path | None) -> str:
     """A name for people, then the hash of all that the conversion depends on.
 
     Of every file its size and both its times: whoever changes data in place can reset the time of
@@ -132,8 +145,9 @@ def _name(source: Path) -> str:
     files = [source]
     if source.is_dir():
         files = sorted({file for p in _CHECKPOINT_FILES for file in source.glob(p)})
-    elif is_gguf(source):
+    elif is_gguf(source) and mmproj is None:
         files += mmproj_beside(source)
+    files += [] if mmproj is None else [mmproj.resolve()]
     about: list[object] = [
         _VERSION,
         importlib.metadata.version("bitnet-ops"),
@@ -173,7 +187,7 @@ def _turn(target: Path) -> Iterator[None]:
         yield
 
 
-def _convert(source: Path, target: Path) -> None:
+def _convert(source: Path, mmproj: Path | None, target: Path) -> None:
     """Convert `source`; `target` appears whole."""
     from bitnet_ops.convert import convert  # only who converts needs the converter
     from bitnet_ops.convert.progress import progress_bar
@@ -192,8 +206,8 @@ def _convert(source: Path, target: Path) -> None:
     try:
         made = making / "model"
         with progress_bar(line) as progress:
-            convert(source, made, progress=progress)
-        if _name(source) != target.name:
+            convert(source, made, mmproj=mmproj, progress=progress)
+        if _name(source, mmproj) != target.name:
             raise LoadError(
                 f"load: expected {source} to stay as it is while it is converted, got other files "
                 "or times; load it again when nobody writes to it"

@@ -35,7 +35,7 @@ from bitnet_ops.generate.chat import (
 from bitnet_ops.generate.constraint import Constraint, Thoughts
 from bitnet_ops.generate.engine import Engine, Limits, Run, check_adapter, token_ids
 from bitnet_ops.generate.grammar import Grammars
-from bitnet_ops.generate.images import NO_TOWER, Images, open_images
+from bitnet_ops.generate.images import NO_TOWER, Images, open_images, picture_file
 from bitnet_ops.generate.pictures import Picture
 from bitnet_ops.generate.prompt import PromptRows
 from bitnet_ops.generate.run_ids import RunIds
@@ -64,7 +64,7 @@ from bitnet_ops.nn.storage import (
 )
 from bitnet_ops.vision.decode import ImageLimits
 from bitnet_ops.vision.errors import ImageError
-from bitnet_ops.vision.sources import image_bytes, read_image_file
+from bitnet_ops.vision.sources import image_bytes
 
 if sys.version_info >= (3, 11):
     from typing import Unpack
@@ -74,6 +74,7 @@ else:
 Folder = str | os.PathLike[str]
 # Of one prompt: a text, token ids, or parts among which pictures stand (LanguageModel.generate).
 Prompt = str | Sequence[Any] | Tensor
+PictureSource = str | os.PathLike[str] | bytes | Picture  # a file, or what it holds
 DEMO_DIR = Path(__file__).parent / "data" / "demo"
 
 
@@ -96,6 +97,7 @@ def load(
     prefix_dir_mb: float = 4096,
     vision: bool = True,
     image_limits: ImageLimits | None = None,
+    mmproj: str | os.PathLike[str] | None = None,
 ) -> LanguageModel:
     """Open a model.
 
@@ -146,6 +148,8 @@ def load(
             False: as a model that reads texts alone.
         image_limits: what pictures may cost: bytes, pixels, tokens (`max_tokens`, 1024 of each);
             None: the defaults of vision.decode.ImageLimits.
+        mmproj: of a model that is converted now, the GGUF file with its tower for pictures; None:
+            the checkpoint's own, or the mmproj file in the folder of a GGUF file.
     Returns the LanguageModel.
     Raises LoadError, loading.resolve.HubError, convert.ConvertError, config.UnsupportedModelError,
     config.attention.AttentionPolicyError, config.sparsity.ActivationSparsityError,
@@ -160,7 +164,12 @@ def load(
     check_activation_format(activation_format)
     if activation_sparsity is not None:
         read_sparsity(activation_sparsity)
-    for what, given in (("a model", path), ("cache", cache), ("prefix_dir", prefix_dir)):
+    for what, given in (
+        ("a model", path),
+        ("cache", cache),
+        ("prefix_dir", prefix_dir),
+        ("mmproj", mmproj),
+    ):
         if given is not None:
             check_path(f"load: expected {what}", given)
     check_flag("load: expected convert", convert)
@@ -171,7 +180,8 @@ def load(
     limits = ImageLimits() if image_limits is None else image_limits
     check_kind("load: expected image_limits as ImageLimits or None", limits, ImageLimits)
     adapters = _read_adapters(lora)
-    found = resolve(DEMO_DIR if path is None else path, convert=convert, cache=cache)
+    source = DEMO_DIR if path is None else path
+    found = resolve(source, convert=convert, cache=cache, mmproj=mmproj)
     form = *dtypes, head_format, activation_format, attention, activation_sparsity
 
     def choose(file: Path) -> WeightChoice:
@@ -356,28 +366,27 @@ class LanguageModel:
         check_kind("remove_adapter: expected a name as text", name, str)
         self.model.remove_adapter(name)
 
-    def image(self, source: str | os.PathLike[str] | bytes) -> list[int | PromptRows]:
+    def image(self, source: PictureSource) -> list[int | PromptRows]:
         """A picture as a part of a prompt, as in `lm.generate(["A ", lm.image("cat.png")])`.
 
-        `source`: a file, or its bytes. Between the tokens that models are trained with stand its
-        rows, f32 [tokens, hidden_size], which are kept for a while: the same picture costs nothing
-        soon after. Raises ImageError for what cannot be read, and for a model that reads texts
-        alone.
+        `source`: a file, its bytes, or a Picture. Between the tokens that models are trained with
+        stand its rows, f32 [tokens, hidden_size], which are kept for a while: the same picture
+        costs nothing soon after. Raises ImageError for what cannot be read, and for a model that
+        reads texts alone.
         """
         if self.images is None:
             raise ImageError(*NO_TOWER)
         return self.images.prompt_of(self._picture(source))
 
-    def _picture(self, source: str | os.PathLike[str] | bytes, where: str = "image") -> Picture:
+    def _picture(self, source: PictureSource) -> Picture:
         if self.images is None:
             raise ImageError(*NO_TOWER)
+        if isinstance(source, Picture):
+            return source
         if isinstance(source, bytes):
-            return Picture(image_bytes(source, limits=self.images.limits), where)
-        try:
-            path = check_path("image: expected a file or bytes", source)
-            return Picture(read_image_file(path, self.images.limits), str(path))
-        except ImageError as error:
-            raise error.at(str(source)) from None
+            return Picture(image_bytes(source, limits=self.images.limits))
+        path = check_path("image: expected a file or bytes", source)
+        return picture_file(path, self.images.limits)
 
     def encode(self, prompt: str | Sequence[int] | Tensor) -> list[int]:
         """Token ids of one prompt: of a text, or ids (a list, a tensor [T] or [1, T]) as they are.
@@ -600,18 +609,16 @@ class Conversation:
     def opening(self) -> str:
         return self._known.opening
 
-    def say(
-        self, content: str, images: Sequence[str | os.PathLike[str] | bytes] = ()
-    ) -> Iterator[str]:
+    def say(self, content: str, images: Sequence[PictureSource] = ()) -> Iterator[str]:
         """Add a user's message and stream the answer, which joins the history when it ends.
 
-        `images`: files of pictures, or their bytes, which stand before the text. An answer that is
-        broken off joins as far as it came; a message that cannot be run is taken back. Raises
-        ImageError for a picture that cannot be read.
+        `images`: files of pictures, their bytes, or Pictures, which stand before the text. An
+        answer that is broken off joins as far as it came; a message that cannot be run is taken
+        back. Raises ImageError for a picture that cannot be read.
         """
         if not isinstance(content, str):
             raise TypeError(f"say: expected a text, got a {type(content).__name__}")
-        if isinstance(images, str | bytes | os.PathLike):
+        if isinstance(images, str | bytes | os.PathLike | Picture):
             raise TypeError("say: expected images as a list of files, got one; put it in brackets")
         parts: str | list[dict[str, Any]] = content
         if images:

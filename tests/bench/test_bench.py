@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,8 +23,12 @@ from bitnet_ops import _runtime, cli, machine, ops
 from bitnet_ops.bench import cases, limits, memory, model, report, run_model, shapes
 from bitnet_ops.bench import ops as bench_ops
 from bitnet_ops.bench.engine import Streams
+from bitnet_ops.bench.images import noise
+from bitnet_ops.cli import main
 from bitnet_ops.dummy import model as dummy
+from bitnet_ops.language_model import DEMO_DIR
 from bitnet_ops.nn.packing import packed_row_bytes
+from bitnet_ops.vision.decode import decode_image, image_size
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -326,6 +331,47 @@ def test_rows_of_a_model_are_told_as_they_come(monkeypatch: pytest.MonkeyPatch) 
         assert words in closing
     for line in sum(told[1:], []):  # the same text as of the whole report, but for the machine
         assert line in report._model_lines({**found, "settings": {"dummy": "tiny"}})
+
+
+@pytest.mark.slow
+def test_bench_of_pictures(tmp_path: Path) -> None:
+    """Prompts have a token for 32 x 32 pixels, two around a picture, 16 behind it."""
+    dummy.write("tiny-images", tmp_path / "model")
+    result, text = run_bench(
+        tmp_path / "out.json", "model", str(tmp_path / "model"), "--prompts", "16", "--contexts",
+        "0", "--batches", "1", "--threads", "1,2", "--image", "256,320",
+    )  # fmt: skip
+    rows = [row for row in result["rows"] if row["kind"] == "image"]
+    found = [(row["threads"], row["side"], row["tokens"]) for row in rows]
+    assert found == [(1, 256, 82), (1, 320, 118), (2, 256, 82), (2, 320, 118)]
+    for row in rows:
+        assert min(row["tower_s"], row["prompt_s"], row["again_s"]) > 0
+        assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["prompt_s"], rel=0.02)
+    assert "Images: the tower, and a prompt of its tokens" in text and " 320x320 " in text
+    assert "again = tower and prompt of the same picture" in text
+
+
+def test_a_picture_of_noise_is_as_large_as_it_says() -> None:
+    for side in (32, 65):
+        height, width = image_size(noise(side).data)
+        assert (height, width) == (side, side)
+        pixels = np.asarray(decode_image(noise(side).data))
+        assert pixels.shape == (side, side, 3) and 110 < pixels.mean() < 145
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--image", "256"], "--image: expected a MODEL that reads pictures, got a synthetic one"),
+        ([str(DEMO_DIR), "--image", "256"], "--image: expected a model that reads pictures, got "),
+        ([str(DEMO_DIR), "--image", "0"], "--image: expected integers from 1 to 4096, got '0'"),
+    ],
+)
+def test_pictures_that_cannot_be_timed(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "model", *words]) == 2
+    assert expected in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -58,9 +58,9 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     done: list[Path] = []
     original = converting._convert
 
-    def counted(source: Path, target: Path) -> None:
+    def counted(source: Path, mmproj: Path | None, target: Path) -> None:
         done.append(source)
-        original(source, target)
+        original(source, mmproj, target)
 
     monkeypatch.setattr(converting, "_convert", counted)
     return done

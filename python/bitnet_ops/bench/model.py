@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from bitnet_ops.bench.harness import Timed
+from bitnet_ops.bench.images import LIMITS
 from bitnet_ops.blocks.block import PAGE
 from bitnet_ops.blocks.listing import KINDS, listing
 from bitnet_ops.dummy import model as dummy
 from bitnet_ops.generate.engine import Engine, Limits
+from bitnet_ops.generate.images import Images
 from bitnet_ops.generate.scheduler import SchedulerOptions
 from bitnet_ops.language_model import load
 from bitnet_ops.nn.kv_cache import KVCache
@@ -74,11 +76,13 @@ class BenchModel:
         attention: str | None = None,
     ) -> None:
         formats: Any = {"weight_format": weight_format, "head_format": head_format}
-        self.model: Any = (
-            dummy.decoder(name, torch.bfloat16, **formats)
-            if file is None
-            else load(file, dtype=torch.bfloat16, **formats).model
-        )
+        self.images: Images | None = None  # what reads pictures
+        self.model: Any
+        if file is None:
+            self.model = dummy.decoder(name, torch.bfloat16, **formats)
+        else:
+            lm = load(file, dtype=torch.bfloat16, image_limits=LIMITS, **formats)
+            self.model, self.images = lm.model, lm.images
         self.model.set_attention(attention)
         self.config = self.model.config
         # what the model holds, not what was asked for: a figure under a wrong name is a lie

@@ -110,10 +110,24 @@ def _prefill_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+_IMAGE = ["weights", "head", "kv", "T", "pixels", "tokens", "tower s", "prompt s", "tok/s"]
+_IMAGE += ["again s"]
+
+
+def _image_cells(row: dict[str, Any]) -> list[str]:
+    return [
+        *(str(row[name]) for name in ("weights", "head", "kv", "threads")),
+        f"{row['side']}x{row['side']}",
+        str(row["tokens"]),
+        *(number(row[name]) for name in ("tower_s", "prompt_s", "tokens_per_s", "again_s")),
+    ]
+
+
 # by the kind of a row: title, columns, and the cells of a row
 _MODEL_TABLES: dict[str, tuple[str, list[str], Callable[[Row], list[str]]]] = {
     "decode": ("Decode: 64 tokens behind a context", _DECODE, _decode_cells),
     "prefill": ("Prefill: a prompt into an empty cache", _PREFILL, _prefill_cells),
+    "image": ("Images: the tower, and a prompt of its tokens", _IMAGE, _image_cells),
 }
 
 
@@ -277,6 +291,8 @@ def _model_notes(report: Report) -> list[str]:
         r["kind"] == "decode" and r["share"]["median"] > 1 and not r["impossible"] for r in rows
     ):
         notes.append("a share just above 1 = as fast as reading: the two take turns, and vary.")
+    if any(row["kind"] == "image" for row in rows):
+        notes.append("again = tower and prompt of the same picture, from caches.")
     if any(row["kind"] == "prefill" and row["share"] > 1 for row in rows):
         notes += [
             "share of int8 peak above 1: that peak is of multiplying alone, and tables of sums do",

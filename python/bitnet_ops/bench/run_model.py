@@ -14,6 +14,7 @@ from typing import Any
 
 from bitnet_ops.bench import report
 from bitnet_ops.bench.harness import Budget, Timed, digits, interleave, paired_ratios, summarize
+from bitnet_ops.bench.images import image_rows
 from bitnet_ops.bench.limits import (
     ATTEMPTS,
     PLAUSIBLE,
@@ -48,6 +49,7 @@ class ModelSettings:
     attention: which positions tokens attend to (config/attention.py), None: all.
     kv_dtypes: of the caches, of KV_TYPES; the first one gets every measurement, the others one
         sequence behind every context, and the prompts.
+    images: sides of pictures in pixels, for a model that reads them.
     """
 
     dummy: str = "2b-4t"
@@ -61,6 +63,7 @@ class ModelSettings:
     quick: bool = False
     model: str | None = None
     attention: str | None = None
+    images: tuple[int, ...] = ()
 
 
 @dataclass
@@ -179,6 +182,7 @@ def _rows(bench: ModelBench, all_limits: list[MachineLimits], *, first: bool) ->
             for tokens in _prompts(s, limits.threads):
                 yield prefill_row(bench, limits, tokens, _repeats(tokens))
         bench.model.use_kv_dtype(s.kv_dtypes[0])
+        yield from image_rows(bench.model, s.images, limits.threads)
 
 
 def _prompts(settings: ModelSettings, threads: int) -> list[int]:

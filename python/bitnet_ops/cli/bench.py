@@ -147,6 +147,11 @@ def _add_model_arguments(model: argparse.ArgumentParser) -> None:
     model.add_argument("--prompts", help=f"tokens of the prompts {_default(_PROMPTS)}")
     model.add_argument("--contexts", help=f"tokens behind which to decode {_default(_CONTEXTS)}")
     model.add_argument("--batches", help=f"sequences decoded together {_default(_BATCHES)}")
+    model.add_argument(
+        "--image",
+        metavar="SIDES",
+        help="pixels a side of square pictures, such as 256,512 (of a MODEL with a tower)",
+    )
 
 
 def _add_attention_arguments(attention: argparse.ArgumentParser) -> None:
@@ -304,6 +309,7 @@ def _pairs(text: str, auto: str = USUAL) -> tuple[tuple[str, str], ...]:
 
 def model_settings(args: argparse.Namespace) -> ModelSettings:
     """The settings that the arguments of `bench model` ask for; ValueError names a wrong one."""
+    from bitnet_ops.bench.images import MAX_SIDE
     from bitnet_ops.bench.run_model import ModelSettings
 
     if args.model is not None and args.dummy is not None:
@@ -323,19 +329,33 @@ def model_settings(args: argparse.Namespace) -> ModelSettings:
         cold_mib=128 if quick else 512,
         quick=quick,
         attention=args.attention,
+        images=() if args.image is None else parse_counts("--image", args.image, MAX_SIDE),
     )
+    if settings.images and args.model is None:
+        raise ValueError("--image: expected a MODEL that reads pictures, got a synthetic one")
     return settings if args.model is None else _of_model(args, settings)
 
 
 def _of_model(args: argparse.Namespace, settings: ModelSettings) -> ModelSettings:
     """`settings` for the model args.model: within its context where nothing was asked for."""
+    from bitnet_ops.bench import images
     from bitnet_ops.bench.run_model import DECODED
     from bitnet_ops.language_model import load
 
-    lm = load(args.model, weight_format="canonical", head_format="stored")  # nothing is copied
+    # nothing is copied
+    lm = load(
+        args.model, weight_format="canonical", head_format="stored", image_limits=images.LIMITS
+    )
     if lm.config.embedding_only:
         raise ValueError(f"MODEL: expected one that generates, got an embedding model {lm.path}")
     maximum = lm.config.max_position_embeddings
+    if settings.images and lm.images is None:
+        raise ValueError(f"--image: expected a model that reads pictures, got {lm.path}")
+    for side in settings.images if lm.images is not None else ():
+        if (tokens := images.tokens_of(lm.images, side)) >= maximum:
+            raise ValueError(
+                f"--image: expected a prompt below the context of {maximum} tokens, got {tokens}"
+            )
     for option, asked, counts, room in (
         ("--prompts", args.prompts, settings.prompts, 0),
         ("--contexts", args.contexts, settings.contexts, DECODED),

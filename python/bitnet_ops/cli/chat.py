@@ -33,6 +33,21 @@ from bitnet_ops.cli.generate import (
     use_of,
     why_it_ended,
 )
+from bitnet_ops.cli.pictures import (
+    about,
+    add_image,
+    add_picture_arguments,
+    check_picture_arguments,
+    from_json,
+    image_limits,
+    pictures_of,
+    read_picture,
+    read_pictures,
+    require_tower,
+    text_of,
+    to_json,
+    told,
+)
 from bitnet_ops.cli.serve import name_of
 from bitnet_ops.cli.terminal import TextError, checked, print_error, print_text, say
 from bitnet_ops.errors import BitNetError, counted
@@ -40,13 +55,17 @@ from bitnet_ops.generate.chat import END_OF_THOUGHT, THINK
 from bitnet_ops.untrusted import read_json_object
 
 if TYPE_CHECKING:
+    from bitnet_ops.generate.pictures import Picture
     from bitnet_ops.language_model import LanguageModel, TextStream
+    from bitnet_ops.vision.decode import ImageLimits
 
 _DEMO_SEED = 0  # a conversation with the embedded demo can be had again
 HELP = '''\
 /help    show this
 /reset   forget the conversation
 /regen   answer the last message once more
+/image   FILE: show this picture with the next message; alone: none of those that wait
+/history show the conversation
 /system  TEXT: go on with this system message; alone: with none
 /save    FILE: write the conversation, as JSON that /v1/chat/completions reads
 /load    FILE: go on with a conversation that was saved
@@ -60,6 +79,8 @@ class Command(enum.Enum):
     HELP = "/help"
     RESET = "/reset"
     REGEN = "/regen"
+    IMAGE = "/image"
+    HISTORY = "/history"
     SYSTEM = "/system"
     SAVE = "/save"
     LOAD = "/load"
@@ -73,10 +94,12 @@ _ALIASES = {
     "/bye": Command.EXIT,
 }
 _WORDS = {**{command.value: command for command in Command}, **_ALIASES}
-_NEED_FILE, _TAKE_TEXT = {Command.SAVE, Command.LOAD}, {Command.SYSTEM}
+_NEED_FILE, _TAKE_TEXT = {Command.SAVE, Command.LOAD}, {Command.SYSTEM, Command.IMAGE}
+_FILES = {Command.SAVE, Command.LOAD, Command.IMAGE}  # of which Tab completes the names
 Entry = str | tuple[Command, str] | TextError  # a message; a command and what stands behind it
 _ROLES = ("system", "user", "assistant")
 _QUOTES = '"""'
+_MAX_SAVED = 1 << 30  # bytes of a file that /load reads
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,6 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         max_new_tokens=256,
         default="generation_config.json's, or greedy; the demo: seed 0",
     )
+    add_image(add_picture_arguments(parser), "a picture to show with the first message; repeatable")
 
 
 def check(args: argparse.Namespace) -> None:
@@ -119,6 +143,7 @@ def check(args: argparse.Namespace) -> None:
     args.model = args.positional_model if args.model is None else args.model
     if args.system is not None:
         checked(args.system, "--system")
+    check_picture_arguments(args)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -126,6 +151,7 @@ def run(args: argparse.Namespace) -> int:
     options, demo = sampling_options(args), args.model is None
     if demo and args.seed is None:
         options["seed"] = _DEMO_SEED
+    pictures = read_pictures(args)
     lm = open_model(args.model, args, use=use_of(args))
     options.update(makers_sampling(lm, args))
     if demo:
@@ -136,6 +162,8 @@ def run(args: argparse.Namespace) -> int:
         lm.tokenizer.render_chat(hello, chat_template_kwargs=template_options(args))
     generation_note(lm, args, used=True)
     turns = _Plain(lm, options) if args.plain else _Chat(lm, options, args)
+    for picture in pictures:
+        turns.show(picture)
     source, failed = Input(), False
     say("/help lists the commands; Ctrl-D ends the conversation")
     try:
@@ -166,7 +194,11 @@ class Input:
             sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
         if self.interactive:
             with contextlib.suppress(ImportError):
-                import readline  # noqa: F401  (line editing and history for input())
+                import readline  # line editing and history for input(), and Tab
+
+                readline.set_completer_delims("")  # the whole line: names may hold spaces
+                readline.set_completer(complete)
+                readline.parse_and_bind("tab: complete")
 
     def __iter__(self) -> Iterator[Entry]:
         interrupts = 0
@@ -238,6 +270,28 @@ def _command(text: str) -> tuple[Command, str]:
     return command, checked(rest, "chat")
 
 
+def complete(line: str, number: int) -> str | None:
+    """What Tab makes of a line, by number: commands, and files behind those that take one."""
+    word, space, begun = line.partition(" ")
+    if not space:
+        found = [name for name in _WORDS if word.startswith("/") and name.startswith(word)]
+        return found[number] if number < len(found) else None
+    if _WORDS.get(word) not in _FILES:
+        return None
+    place = Path(begun).expanduser()
+    folder, name = (place, "") if begun.endswith("/") or not begun else (place.parent, place.name)
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError:
+        return None
+    hidden = name.startswith(".")
+    shown = [e for e in entries if e.name.startswith(name) and (hidden or e.name[0] != ".")]
+    if number >= len(shown):
+        return None
+    head = begun[: len(begun) - len(name)]
+    return f"{word} {head}{shown[number].name}{'/' if shown[number].is_dir() else ''}"
+
+
 # What is answered ---------------------------------------------------------------------------------
 
 
@@ -247,14 +301,25 @@ class _Plain:
     def __init__(self, lm: LanguageModel, options: dict[str, Any]) -> None:
         self.lm, self.options = lm, options
         self.stream: TextStream | None = None  # the newest answer
+        self.waiting: list[Picture] = []  # pictures that the next message shows
 
     opening = ""  # of the newest answer, where its prompt has written it
 
     def reset(self) -> None:
-        """Nothing is remembered between messages."""
+        """Nothing is remembered between messages but the pictures of the next one."""
+        self.waiting = []
+
+    def show(self, picture: Picture) -> None:
+        """Let the next message have `picture`. Raises ImageError where the model reads none."""
+        require_tower(self.lm)
+        said = told(about(self.lm, picture))
+        self.waiting.append(picture)
+        say(f"with the next message: {said}")
 
     def say(self, text: str) -> Iterator[str]:
-        self.stream = self.lm.stream(text, **self.options)
+        images = [self.lm.image(picture) for picture in self.waiting]
+        self.stream = self.lm.stream(["", *images, text] if images else text, **self.options)
+        self.waiting = []
         return iter(self.stream)
 
 
@@ -269,12 +334,15 @@ class _Chat(_Plain):
         self.reset()
 
     def reset(self) -> None:
+        super().reset()
         self.conversation = self.lm.chat(
             system=self._system, chat_template_kwargs=self._template_options, **self.options
         )
 
     def say(self, text: str) -> Iterator[str]:
-        return self._told(self.conversation.say(text))
+        pieces = self._told(self.conversation.say(text, self.waiting))
+        self.waiting = []
+        return pieces
 
     def again(self) -> Iterator[str]:
         return self._told(self.conversation.regenerate())
@@ -311,18 +379,39 @@ def _obey(turns: _Plain, command: Command, rest: str, args: argparse.Namespace) 
             say(line)
     elif command is Command.RESET:
         turns.reset()
+    elif command is Command.IMAGE:
+        _show(turns, rest, args)
     elif not isinstance(turns, _Chat):
         raise TextError(f"chat: expected {command.value} only with a chat template, got --plain")
     elif command is Command.REGEN:
         return _answer(turns, turns.again, args.stats)
     elif command is Command.SYSTEM:
         turns.go_on_with(rest or None)
+    elif command is Command.HISTORY:
+        for message in turns.conversation.messages:
+            for line in f"{message['role']}: {text_of(message['content'])}".splitlines():
+                say(line)
     elif command is Command.SAVE:
-        _save(rest, {"model": name_of(args.model), "messages": turns.conversation.messages})
+        messages = [{**m, "content": to_json(m["content"])} for m in turns.conversation.messages]
+        _save(rest, {"model": name_of(args.model), "messages": messages})
     else:
-        turns.conversation.messages[:] = _read(rest)
-        say(f"read {counted(len(turns.conversation.messages), 'message')}")
+        messages, pictures = _read(rest, image_limits(args))
+        if pictures:
+            require_tower(turns.lm)
+        turns.conversation.messages[:] = messages
+        also = f", {counted(pictures, 'picture')}" if pictures else ""
+        say(f"read {counted(len(messages), 'message')}{also}")
     return True
+
+
+def _show(turns: _Plain, file: str, args: argparse.Namespace) -> None:
+    """Let the next message have the picture of a file; without one: none."""
+    if file:
+        require_tower(turns.lm)
+        turns.show(read_picture(file, image_limits(args)))
+        return
+    say(f"left out: {counted(len(turns.waiting), 'picture')}")
+    turns.waiting = []
 
 
 def _save(file: str, body: dict[str, Any]) -> None:
@@ -335,18 +424,29 @@ def _save(file: str, body: dict[str, Any]) -> None:
     say(f"wrote {file}")
 
 
-def _read(file: str) -> list[Mapping[str, str]]:
-    """The messages of a conversation that was saved."""
+def _read(file: str, limits: ImageLimits) -> tuple[list[Mapping[str, Any]], int]:
+    """The messages of a conversation that was saved, and how many pictures they have."""
     try:
-        messages = read_json_object(Path(file).expanduser()).get("messages")
+        found = read_json_object(Path(file).expanduser(), limit=_MAX_SAVED)
     except BitNetError as error:
         raise TextError(f"chat: {error}") from None
-    if isinstance(messages, list) and all(
-        isinstance(m, dict) and m.get("role") in _ROLES and isinstance(m.get("content"), str)
-        for m in messages
-    ):
-        return [{"role": m["role"], "content": m["content"]} for m in messages]
-    raise TextError(f"chat: expected messages with a role and a text in {file}, got others")
+    messages = found.get("messages")
+    if not isinstance(messages, list):
+        raise _no_messages(file)
+    read = []
+    for i, m in enumerate(messages):
+        content = None
+        if isinstance(m, dict) and m.get("role") in _ROLES:
+            where = f"{file}: messages[{i}]"
+            content = from_json(m.get("content"), m["role"] == "user", limits, where)
+        if content is None:
+            raise _no_messages(file)
+        read.append({"role": m["role"], "content": content})
+    return read, sum(len(pictures_of(m["content"])) for m in read)
+
+
+def _no_messages(file: str) -> TextError:
+    return TextError(f"chat: expected messages with a role and a text in {file}, got others")
 
 
 def _thoughts_apart(opening: str, pieces: Iterator[str]) -> Iterator[tuple[str, bool]]:

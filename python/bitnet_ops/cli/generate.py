@@ -9,12 +9,22 @@ import argparse
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bitnet_ops import machine
 from bitnet_ops.cli.arguments import UsageError, add_json, add_threads, integer, non_empty, number
+from bitnet_ops.cli.pictures import (
+    about,
+    add_image,
+    add_picture_arguments,
+    check_picture_arguments,
+    load_options,
+    read_pictures,
+    require_tower,
+    told,
+)
 from bitnet_ops.cli.terminal import (
     checked,
     print_json,
@@ -35,6 +45,7 @@ from bitnet_ops.nn.storage import (
 )
 
 if TYPE_CHECKING:
+    from bitnet_ops.generate.pictures import Picture
     from bitnet_ops.language_model import LanguageModel, TextStream
 
 # What `load` takes; every command that opens a model says it in these words.
@@ -69,6 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="the text to continue, by name")
     add_model_arguments(parser)
     add_sampling_arguments(parser, max_new_tokens=128)
+    add_image(add_picture_arguments(parser), "a picture that stands before the text; repeatable")
     add_template_arguments(parser)
     parser.add_argument(
         "--chat",
@@ -378,7 +390,7 @@ def open_model(
             convert=args.convert,
             lora=args.lora,
             kv_cache_mb=args.kv_cache_mb,
-            **memory,
+            **{**load_options(args), **memory},
         )
     for note in lm.config.notes:
         say(f"note: {note}")
@@ -457,6 +469,7 @@ def check(args: argparse.Namespace) -> None:
     checked(args.prompt, "prompt")
     sampling_options(args)
     check_template_options(args, used=args.chat, remedy="add --chat")
+    check_picture_arguments(args)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -464,35 +477,61 @@ def run(args: argparse.Namespace) -> int:
     if prompt == "-":
         prompt = without_line_end(read_stdin())
     options = sampling_options(args)
+    pictures = read_pictures(args)
     began = time.perf_counter()
     lm = open_model(model, args, use=use_of(args))
     load_s = time.perf_counter() - began
-    ids, shown = _ids_and_shown(lm, prompt, args)
+    seen = _seen(lm, pictures, quiet=args.json)
+    parts, shown = _parts_and_shown(lm, prompt, pictures, args)
     generation_note(lm, args, used=False)
-    stream = lm.stream(ids, ignore_eos=args.ignore_eos, **options)
+    stream = lm.stream(parts, ignore_eos=args.ignore_eos, **options)
     if args.json:
         text = "".join(stream)
-        print_json(_report(lm, args, prompt, text, stream, load_s))
+        print_json({**_report(lm, args, prompt, text, stream, load_s), **seen})
         return 0
     status = _print_stream(shown, stream)
     print_logprobs(lm, stream)
     demo = "the embedded demo | " if model is None else ""
     ended = why_it_ended(lm, stream, options)
-    say(f"{demo}load {load_s:.1f} s | {figures(stream)} | {ended}")
+    tower = f"pictures {seen['pictures_s']:.1f} s | " if seen else ""
+    say(f"{demo}load {load_s:.1f} s | {tower}{figures(stream)} | {ended}")
     return status
 
 
-def _ids_and_shown(
-    lm: LanguageModel, prompt: str, args: argparse.Namespace
-) -> tuple[list[int], str]:
-    """The ids to run, and what of their text is shown before the continuation."""
-    from bitnet_ops.generate.chat import opened_thought
+def _seen(lm: LanguageModel, pictures: Sequence[Picture], *, quiet: bool) -> dict[str, Any]:
+    """Run the tower on pictures; what a report says of them, nothing where there are none.
+
+    Raises ImageError for a model that reads texts alone.
+    """
+    if not pictures:
+        return {}
+    require_tower(lm)
+    found = [about(lm, picture) for picture in pictures]
+    for one in found if not quiet else ():
+        say(f"picture {told(one)}")
+    began = time.perf_counter()
+    for picture in pictures:
+        lm.image(picture)
+    return {"images": found, "pictures_s": time.perf_counter() - began}
+
+
+def _parts_and_shown(
+    lm: LanguageModel, prompt: str, pictures: Sequence[Picture], args: argparse.Namespace
+) -> tuple[Sequence[Any], str]:
+    """The prompt to run, and what of its text is shown before the continuation."""
+    from bitnet_ops.generate.run_ids import RunIds
 
     if not args.chat:
-        return encoded(lm, prompt), prompt
-    messages = [{"role": "user", "content": prompt}]
-    read = lm.tokenizer.read_chat(messages, chat_template_kwargs=template_options(args))
-    return read.ids(), opened_thought(read.text)
+        images = [lm.image(picture) for picture in pictures]
+        return (["", *images, prompt] if images else encoded(lm, prompt)), prompt
+    content: list[Any] = [{"type": "image", "image": picture} for picture in pictures]
+    content.append({"type": "text", "text": prompt})
+    reader = lm.images
+    known = RunIds(lm.tokenizer, template_options(args), () if reader is None else reader.token_ids)
+    ids = known.encode([{"role": "user", "content": content if pictures else prompt}])
+    if reader is None or not pictures:
+        return ids, known.opening
+    return reader.expand(ids, known.pictures), known.opening
 
 
 def _print_stream(prompt: str, stream: TextStream) -> int:

@@ -18,11 +18,17 @@ from typing import TYPE_CHECKING
 from bitnet_ops import machine
 from bitnet_ops.cli.arguments import UsageError, integer, non_empty, number
 from bitnet_ops.cli.generate import MODEL_HELP, add_model_arguments, add_speculation, open_model
+from bitnet_ops.cli.pictures import (
+    add_picture_arguments,
+    check_picture_arguments,
+    note_missing_pillow,
+)
 from bitnet_ops.cli.terminal import say
 from bitnet_ops.errors import BitNetError, install
 
 if TYPE_CHECKING:
     from bitnet_ops.language_model import LanguageModel
+    from bitnet_ops.vision.sources import ImageSources
 
 
 _SHORTEST_KEY = 8
@@ -139,11 +145,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--log-requests", action="store_true", help="a line a request on stderr, without prompts")
     add_speculation(parser)
+    _add_picture_arguments(parser)
     add_model_arguments(parser)
 
 
+def _add_picture_arguments(parser: argparse.ArgumentParser) -> None:
+    add = add_picture_arguments(parser).add_argument
+    add(
+        "--images-per-request",
+        type=integer(1, 1024),
+        metavar="N",
+        help="at most, history included (default 16)",
+    )
+    add(
+        "--image-host",
+        action="append",
+        default=[],
+        type=non_empty,
+        dest="image_hosts",
+        metavar="HOST",
+        help="fetch pictures of requests from there, by https; .HOST: and below it; repeatable",
+    )
+    add(
+        "--image-folder",
+        type=non_empty,
+        metavar="DIR",
+        help="read pictures that requests name by file:, from this folder alone",
+    )
+
+
 def check(args: argparse.Namespace) -> None:
-    """Reject a public address without a key, and names that are taken."""
+    """Reject a public address without a key, names that are taken, hosts that are none."""
+    check_picture_arguments(args)
+    if args.image_hosts or args.image_folder is not None:
+        _sources(args)
     args.named = _named(args)
     args.adapters = dict(_pair("--adapter", "NAME=DIR", text) for text in args.adapter)
     if taken := [name for name in args.adapters if name in args.named]:
@@ -153,6 +188,19 @@ def check(args: argparse.Namespace) -> None:
             f"serve: expected --api-key-file for an address that others reach, got {args.host} "
             "without one; write a long random key into a file, or bind 127.0.0.1"
         )
+
+
+def _sources(args: argparse.Namespace) -> ImageSources:
+    """What pictures may be fetched from. Raises UsageError for what cannot be."""
+    from bitnet_ops.vision.sources import ImageSources
+
+    folder = None if args.image_folder is None else Path(args.image_folder).expanduser()
+    try:
+        return ImageSources(allowed_hosts=tuple(args.image_hosts), allowed_folder=folder)
+    except ValueError as error:
+        wrong = str(error).removeprefix("images: ")
+        option = "--image-folder" if "folder" in wrong else "--image-host"
+        raise UsageError(f"serve: {option}: {wrong}") from None
 
 
 def _named(args: argparse.Namespace) -> dict[str, str | None]:
@@ -210,14 +258,22 @@ def run(args: argparse.Namespace) -> int:
     address = f"http://{f'[{host}]' if ':' in host and shown == host else shown}:{port}/"
     began = time.perf_counter()
 
+    models: dict[str, LanguageModel] = {}
+
+    def load() -> dict[str, LanguageModel]:
+        models.update(_load(args))
+        return models
+
     def ready(names: Sequence[str]) -> None:
         seconds = time.perf_counter() - began
-        say(f"ready after {seconds:.1f} s | models: {', '.join(names)} | {address}")
+        seeing = {name for name, lm in models.items() if lm.images is not None}
+        shown = (f"{name} (reads pictures)" if name in seeing else name for name in names)
+        say(f"ready after {seconds:.1f} s | models: {', '.join(shown)} | {address}")
 
     say(f"loading; then {address} has a page to talk on, {address}v1 is the address for clients")
     return serve(
         listener,
-        lambda: _load(args),
+        load,
         args.adapters,
         ready,
         keys=keys,
@@ -225,6 +281,7 @@ def run(args: argparse.Namespace) -> int:
         any_host=not machine.is_loopback(args.host) and not args.allow_host,
         origins=args.allow_origin,
         any_model=args.any_model,
+        sources=_sources(args),
         drain_s=args.drain,
         log_requests=args.log_requests,
         max_running=args.max_running,
@@ -241,8 +298,13 @@ def _load(args: argparse.Namespace) -> dict[str, LanguageModel]:
     if args.kv_cache_mb is None and len(args.named) > 1:
         args.kv_cache_mb = machine.cache_budget() / len(args.named) / 2**20
     disk = {"prefix_dir": args.prefix_dir, "prefix_dir_mb": args.prefix_dir_mb}
-    models = {name: open_model(path, args, **disk) for name, path in args.named.items()}
+    models, mmproj = {}, args.mmproj
+    for name, path in args.named.items():
+        models[name] = open_model(path, args, **disk, mmproj=mmproj)
+        mmproj = None  # it is the first model's
     first = next(iter(models.values()))
+    for lm in models.values():
+        note_missing_pillow(lm)
     for name, folder in args.adapters.items():
         first.add_adapter(name, folder)
     return models

@@ -24,6 +24,7 @@ from bitnet_ops.vision.config import VisionConfig
 from bitnet_ops.vision.decode import LIMITS, ImageLimits, decode_image, image_size
 from bitnet_ops.vision.errors import ImageError
 from bitnet_ops.vision.preprocess import image_identity, patches, tokens_of
+from bitnet_ops.vision.sources import read_image_file
 from bitnet_ops.vision.tower import VisionTower
 from bitnet_ops.vision.weights import load_tower, vision_config
 
@@ -155,6 +156,19 @@ def open_images(file: Path, limits: ImageLimits = LIMITS) -> Images | None:
         return tower
 
     return Images(config, load, hashlib.sha256(state).digest(), limits)
+
+
+def picture_file(path: Path, limits: ImageLimits = LIMITS) -> Picture:
+    """The picture in a file; raises ImageError, which names it, for what cannot be read.
+
+    Of its contents no more is looked at than the header.
+    """
+    try:
+        data = read_image_file(path, limits)
+        image_size(data, limits)
+    except ImageError as error:
+        raise error.at(str(path)) from None
+    return Picture(data, where=str(path))
 
 
 def tower_dtype() -> torch.dtype:

@@ -52,10 +52,14 @@ class HubError(BitNetError, ValueError):
 
 @dataclass(frozen=True)
 class Found:
-    """A converted model file, and what it was converted from if it lies in the cache."""
+    """A converted model file, and what it was converted from if it lies in the cache.
+
+    mmproj: the file that its tower for pictures was taken from, if one was named.
+    """
 
     file: Path
     source: Path | None = None
+    mmproj: Path | None = None
 
 
 def find(path: str | os.PathLike[str], convert: bool) -> Path | Found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,7 @@ class Catalog:
         adapters: names of LoRA adapters, each a model of its own for clients, and the model beside
             which it runs.
         any_name: whether an unknown name means the first model.
+        sources: what pictures may be fetched from.
     """
 
     def __init__(
@@ -93,11 +95,15 @@ class Catalog:
         adapters: Mapping[str, str],
         *,
         any_name: bool = False,
+        sources: ImageSources = NOTHING,
     ) -> None:
-        self._served = {name: Served(name, lm, ModelGrammars(lm)) for name, lm in models.items()}
+        self._served = {
+            name: Served(name, lm, ModelGrammars(lm), sources=sources)
+            for name, lm in models.items()
+        }
         for adapter, model in adapters.items():
             base = self._served[model]
-            self._served[adapter] = Served(adapter, base.lm, base.grammars, adapter)
+            self._served[adapter] = dataclasses.replace(base, name=adapter, adapter=adapter)
         self._any_name = any_name
 
     def __iter__(self) -> Iterator[Served]:

@@ -21,6 +21,7 @@ from bitnet_ops.server.app import make_app
 from bitnet_ops.server.catalog import Catalog
 from bitnet_ops.server.security import Access
 from bitnet_ops.server.service import Service, ServiceOptions
+from bitnet_ops.vision.sources import NOTHING, ImageSources
 
 _LOG = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ def serve(
     any_host: bool = False,
     origins: Sequence[str] = (),
     any_model: bool = False,
+    sources: ImageSources = NOTHING,
     drain_s: float = 30.0,
     log_requests: bool = False,
     **limits: Any,
@@ -73,6 +75,7 @@ def serve(
         on_ready: called with the names once requests are answered.
         keys, hosts, origins: see security.Access; any_host: Host may be anything.
         any_model: see Catalog.
+        sources: what pictures may be fetched from.
         drain_s: seconds that answers have at the end.
         limits: of ServiceOptions.
     Raises what `load` raises.
@@ -86,7 +89,8 @@ def serve(
     def catalog() -> Catalog:
         models = load()
         first = next(iter(models))
-        return Catalog(models, dict.fromkeys(adapters, first), any_name=any_model)
+        of_first = dict.fromkeys(adapters, first)
+        return Catalog(models, of_first, any_name=any_model, sources=sources)
 
     def failure(error: BaseException) -> None:
         failed.append(error)
