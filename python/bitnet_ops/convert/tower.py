@@ -26,8 +26,6 @@ from bitnet_ops.vision.config import IMAGE_TOKENS, PROJECTOR, VisionConfig
 from bitnet_ops.vision.tower import VisionError
 from bitnet_ops.vision.weights import check_tensors, shapes
 
-if TYPE_CHECKING:
-    from bitnet_ops.convert.source import Source
 
 _LEFT = "--no-vision leaves the tower out"
 _PIXELS = "patch_embed.proj.weight"
@@ -304,32 +302,3 @@ def choose_mmproj(files: Sequence[Path], hidden_size: int) -> tuple[Path | None,
         reject("several-mmproj", "one mmproj file beside the model", names,
                f"name one by --mmproj; {_LEFT}")  # fmt: skip
     return (fitting[0] if fitting else None), remarks
-
-
-# Which one ----------------------------------------------------------------------------------------
-
-
-@contextmanager
-def with_tower(
-    source: Source, mmproj: str | Path | None = None, wanted: bool = True
-) -> Iterator[None]:
-    """Give `source` its tower for images, open meanwhile, or a remark why it has none."""
-    plan, beside = source.plan, list[str]()
-    config = plan.config
-    file = None if mmproj is None else Path(mmproj)
-    if file is not None and not config.family.hybrid:
-        reject("mmproj", "a model that reads images (Qwen3.5) for --mmproj", config.model_type)
-    own = source.own_tower() if wanted and file is None else None
-    if own is None and wanted and file is None and config.family.hybrid and is_gguf(source.path):
-        file, beside = choose_mmproj(mmproj_beside(source.path), config.hidden_size)
-    source.tower_remarks = beside
-    if file is not None and wanted:
-        with mmproj_tower(file, source.image_ids()) as tower:
-            source.tower = check_pair(tower, config.hidden_size, config.vocab_size)
-            yield
-        return
-    if own is not None:
-        source.tower = check_pair(own, config.hidden_size, config.vocab_size)
-    elif plan.tower:
-        source.tower_remarks = [*beside, *counted([TOWER] * len(plan.tower))]
-    yield
