@@ -287,6 +287,8 @@ class LanguageModel:
         check_kind(f"{who} generation as a GenerationConfig or None", generation, GenerationConfig)
         self.model, self.generation, self._tokenizer = model, generation, tokenizer
         self.path = None if path is None else check_path(f"{who} path", path)
+        limits = (ImageLimits, type(None))
+        check_kind(f"{who} image_limits as ImageLimits or None", image_limits, limits)
         self.weight_choice: WeightChoice | None = None
         self.images: Images | None = None
         if self.path is not None and image_limits is not None:
@@ -618,8 +620,7 @@ class Conversation:
         """
         if not isinstance(content, str):
             raise TypeError(f"say: expected a text, got a {type(content).__name__}")
-        if isinstance(images, str | bytes | os.PathLike | Picture):
-            raise TypeError("say: expected images as a list of files, got one; put it in brackets")
+        check_kind("say: expected images as a list of files", images, (list, tuple))
         parts: str | list[dict[str, Any]] = content
         if images:
             pictures = [self._lm._picture(source) for source in images]

@@ -102,7 +102,10 @@ CALLS: dict[Any, Callable[..., Any]] = {
     LanguageModel.embed: lambda lm, **given: lm.embed(**{"texts": ["In"], **given}),
     LanguageModel.score: lambda lm, **given: lm.score(**{"texts": ["In"], **given}),
     LanguageModel.chat: lambda lm, **given: lm.chat(**given),
-    Conversation.say: lambda lm, content: list(lm.chat(max_new_tokens=2).say(content)),
+    LanguageModel.image: lambda lm, source: lm.image(source),
+    Conversation.say: lambda lm, **given: list(
+        lm.chat(max_new_tokens=2).say(**{"content": "In", **given})
+    ),
     Conversation.set_system: lambda lm, content: lm.chat().set_system(content),
 }
 SHORT, TEXT = {"max_new_tokens": 3}, {"prompt": "In", "max_new_tokens": 2}
@@ -185,6 +188,8 @@ TAKES: dict[str, Callable[[Any], bool]] = {
     "generation": nothing,
     "head_format": never,
     "ignore_eos": kind(bool),
+    "image_limits": nothing,
+    "images": among([], ()),
     "json_schema": among(None, {}, {1: 1.0}, {"1": 1}),
     "keep_prefix": kind(bool),
     "kv_cache_mb": either(nothing, real(0.1, 2**26)),
@@ -216,6 +221,7 @@ TAKES: dict[str, Callable[[Any], bool]] = {
     "scheduling": kind(SchedulerOptions, type(None)),
     "LanguageModel.score.texts": among(*TEXTS, [], (), *LISTS),
     "seed": either(nothing, integer(0, 2**63 - 1)),
+    "source": never,  # the demo model reads texts alone
     "speculation": either(integer(0), among("auto", "off")),
     "stop": among(*TEXTS[1:], "x" * 300, "\ud800", [], ["1"], ()),
     "stop_ids": among(*IDS, [], [2**70], (), {}, {1: 1.0}, {1}, EMPTY),
@@ -225,6 +231,7 @@ TAKES: dict[str, Callable[[Any], bool]] = {
     "tokenizer": nothing,
     "top_k": integer(0, 2**31 - 1),
     "top_p": number(1e-320, 1),
+    "vision": kind(bool),
     "watermark": real(0, 0.99),
     "use": never,
     "weight_format": among("auto"),

@@ -54,7 +54,7 @@ def asked(dialect: str, messages: list[Any], **more: Any) -> Ask:
         return ChatBody.model_validate({"messages": messages, **more}).ask()
     if dialect == "responses":
         body = ResponseRequest.model_validate({"input": messages, **more})
-        return body.ask(body.messages())
+        return body.ask(*body.messages())
     body = {"max_tokens": 9, "messages": messages, **more}
     return MessagesRequest.model_validate(body).ask()
 
@@ -261,7 +261,7 @@ HISTORIES: list[tuple[str, list[Any], list[str]]] = [
     (
         "ollama",
         [{"role": "user", "content": "look", "images": ["AA"]}],
-        ["look", "[image: left out"],
+        ["[image: left out", "look"],
     ),
     (
         "ollama",
@@ -476,9 +476,9 @@ def test_an_image_of_a_tool_is_told_as_left_out(template) -> None:
         ("chat", {"role": "user", "content": [{"type": "text", "text": None}]}),
         ("chat", {"content": "hm"}),
         ("chat", "hm"),
-        ("ollama", {"role": "user", "content": "look", "images": ["AA"]}),
+        ("ollama", {"role": "user", "content": "look", "images": [7]}),
         ("ollama", None),
-        ("anthropic", {"role": "user", "content": [IMAGE]}),
+        ("anthropic", {"role": "user", "content": [{"type": "image", "source": {}}]}),
         ("anthropic", {"role": "user", "content": [{"type": "tool_use", "name": "f"}]}),
         ("anthropic", {"role": "critic", "content": "no"}),
         ("responses", {"role": "user", "content": [{"type": "input_image"}]}),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,9 +17,11 @@ from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig, UnsupportedModelError
 from bitnet_ops.config.scheme import Scheme
 from bitnet_ops.convert.errors import ConvertError, reject
+from bitnet_ops.convert.hybrid import TOWER, counted
+from bitnet_ops.convert.tower import Tower, check_pair, choose_mmproj, mmproj_tower
+from bitnet_ops.formats.gguf import is_gguf
+from bitnet_ops.loading.resolve import mmproj_beside
 from bitnet_ops.models import TensorSpec
-
-if TYPE_CHECKING:
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

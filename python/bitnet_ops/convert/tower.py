@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,14 +18,11 @@ from torch import Tensor
 
 from bitnet_ops.config import UnsupportedModelError
 from bitnet_ops.convert.errors import ConvertError, listed, reject
-from bitnet_ops.convert.hybrid import TOWER, counted
-from bitnet_ops.formats.gguf import GgufError, Reader, TensorInfo, is_gguf, is_strings
+from bitnet_ops.formats.gguf import GgufError, Reader, TensorInfo, is_strings
 from bitnet_ops.generate.tokenizer import TOKENIZER_FILE, Tokenizer, TokenizerError
-from bitnet_ops.loading.resolve import mmproj_beside
 from bitnet_ops.vision.config import IMAGE_TOKENS, PROJECTOR, VisionConfig
 from bitnet_ops.vision.tower import VisionError
 from bitnet_ops.vision.weights import check_tensors, shapes
-
 
 _LEFT = "--no-vision leaves the tower out"
 _PIXELS = "patch_embed.proj.weight"

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,6 +29,9 @@ from bitnet_ops.vision.preprocess import image_identity, patches, tokens_of
 from bitnet_ops.vision.sources import read_image_file
 from bitnet_ops.vision.tower import VisionTower
 from bitnet_ops.vision.weights import load_tower, vision_config
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 KEPT_MB = 256
 # Of ImageError, where a model reads texts alone.
@@ -46,7 +51,8 @@ class Images:
         digest: tells this tower from others, where rows are found again by what made them.
         limits: what pictures may cost; `max_tokens` of each above all.
         kept_mb: MiB for rows of pictures that may come again.
-    Attributes: `config`, `limits`.
+    Attributes: `config`, `limits`; `computed`, how many pictures the tower has read, and
+    `seconds`, how long that took, decoding included.
     """
 
     def __init__(
@@ -60,9 +66,11 @@ class Images:
         self.config, self.limits = config, limits
         self._load, self._digest = load, digest
         self._tower: VisionTower | None = None
-        self._lock, self._max_bytes = threading.Lock(), int(kept_mb * 2**20)
+        self._lock, self._computing = threading.Lock(), threading.Lock()
+        self._max_bytes = int(kept_mb * 2**20)
         self._kept: OrderedDict[bytes, PromptRows] = OrderedDict()
         self._bytes = 0
+        self.computed, self.seconds = 0, 0.0
 
     def grid(self, picture: Picture) -> tuple[int, int]:
         """(rows, columns) of a picture's tokens; reads its header alone. Raises ImageError."""
@@ -81,24 +89,48 @@ class Images:
 
     def rows(self, picture: Picture) -> PromptRows:
         """What stands in a prompt for a picture. Raises ImageError for one that cannot be read."""
-        grid, merge = self.grid(picture), self.config.spatial_merge_size
-        patched = grid[0] * merge, grid[1] * merge
-        identity = self._digest + image_identity(picture.data, patched, self.config)
+        if (known := self._found(identity := self._identity(picture))) is not None:
+            return known
+        with self._computing:
+            if (known := self._found(identity)) is not None:
+                return known
+            began = time.perf_counter()
+            grid = self.grid(picture)
+            rows = PromptRows(self._computed(picture), self.config.image_token_id, identity, grid)
+            self.seconds += time.perf_counter() - began
+            self.computed += 1
+            self._keep(identity, rows)
+        return rows
+
+    def kept(self, picture: Picture) -> PromptRows | None:
+        """The rows of a picture that has been read lately; None of another one."""
+        return self._found(self._identity(picture))
+
+    def check(self, picture: Picture) -> None:
+        """Raise ImageError as `rows` would; the picture is decoded, but no tower computes."""
+        if self.kept(picture) is None:
+            self._decoded(picture)
+
+    def _found(self, identity: bytes) -> PromptRows | None:
         with self._lock:
             if (known := self._kept.get(identity)) is not None:
                 self._kept.move_to_end(identity)
-                return known
-            rows = PromptRows(self._computed(picture), self.config.image_token_id, identity, grid)
-            self._keep(identity, rows)
-            return rows
+            return known
+
+    def _identity(self, picture: Picture) -> bytes:
+        grid, merge = self.grid(picture), self.config.spatial_merge_size
+        patched = grid[0] * merge, grid[1] * merge
+        return self._digest + image_identity(picture.data, patched, self.config)
+
+    def _decoded(self, picture: Picture) -> Image.Image:
+        try:
+            return decode_image(picture.data, self.limits)
+        except ImageError as error:
+            raise error.at(picture.where) from None
 
     @torch.inference_mode()
     def _computed(self, picture: Picture) -> torch.Tensor:
-        try:
-            image = decode_image(picture.data, self.limits)
-            pixels, grid = patches(image, self.config, self.limits.max_tokens)
-        except ImageError as error:
-            raise error.at(picture.where) from None
+        pixels, grid = patches(self._decoded(picture), self.config, self.limits.max_tokens)
         if self._tower is None:
             self._tower = self._load()
         rows: torch.Tensor = self._tower(pixels, [grid])[0]
@@ -110,10 +142,11 @@ class Images:
         return [start, self.rows(picture), end]
 
     def _keep(self, identity: bytes, rows: PromptRows) -> None:
-        self._kept[identity] = rows
-        self._bytes += rows.rows.nbytes
-        while self._bytes > self._max_bytes and self._kept:
-            self._bytes -= self._kept.popitem(last=False)[1].rows.nbytes
+        with self._lock:
+            self._kept[identity] = rows
+            self._bytes += rows.rows.nbytes
+            while self._bytes > self._max_bytes and self._kept:
+                self._bytes -= self._kept.popitem(last=False)[1].rows.nbytes
 
     def expand(self, ids: Sequence[int], pictures: Sequence[Picture]) -> list[int | PromptRows]:
         """Ids, in which one padding token stands for each picture, with the pictures' rows.
@@ -127,8 +160,12 @@ class Images:
                 "the tokenizer belongs to another model", "images",
             )  # fmt: skip
         self.count(pictures)
-        rest = iter(pictures)
-        return [self.rows(next(rest)) if i == pad else i for i in ids]
+        return self.joined(ids, map(self.rows, pictures))
+
+    def joined(self, ids: Sequence[int], rows: Iterable[PromptRows]) -> list[int | PromptRows]:
+        """Ids with rows in the place of their padding tokens, as many as these are."""
+        rest = iter(rows)
+        return [next(rest) if i == self.config.image_token_id else i for i in ids]
 
     @property
     def token_ids(self) -> tuple[int, int, int]:

@@ -59,8 +59,13 @@ class PictureMarks:
         remark_of: Callable[[Exception], str],
         errors: type[Exception],
     ) -> None:
-        """Read what pictures name; one that fails with `errors` and is not needed gets a remark."""
+        """Read what pictures name; one that fails with `errors` and is not needed gets a remark.
+
+        Those that have a remark are not read.
+        """
         for i, picture in enumerate(self.pictures):
+            if i in self.remarks:
+                continue
             try:
                 self.pictures[i] = replace(picture, data=data_of(picture), source="")
             except errors as error:

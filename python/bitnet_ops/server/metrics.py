@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from bitnet_ops.generate.images import Images
 from bitnet_ops.generate.scheduler import EngineStats
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
@@ -52,6 +53,15 @@ class Metrics:
             ["model"],
             registry=self.registry,
         )
+        self._pictures = Gauge(
+            "bitnet_pictures", "Pictures that a tower has read.", ["model"], registry=self.registry
+        )
+        self._tower = Gauge(
+            "bitnet_tower_seconds",
+            "What reading pictures has taken.",
+            ["model"],
+            registry=self.registry,
+        )
         self.show("bitnet_generated_tokens", "Tokens generated.", lambda: self.generated)
         self.show("bitnet_prompt_tokens", "Prompt tokens computed.", lambda: self.prompt)
         self.show("bitnet_cached_tokens", "Prompt tokens not computed.", lambda: self.cached)
@@ -64,6 +74,11 @@ class Metrics:
         """Have in the text what the policies of a model's engine have left out."""
         self._pages_skipped.labels(model).set_function(lambda: 1 - stats().attention_read)
         self._columns_skipped.labels(model).set_function(lambda: stats().inputs_skipped)
+
+    def show_pictures(self, model: str, images: Images) -> None:
+        """Have in the text how many pictures a model has read."""
+        self._pictures.labels(model).set_function(lambda: images.computed)
+        self._tower.labels(model).set_function(lambda: images.seconds)
 
     def ended(self, outcome: str) -> None:
         self.requests[outcome] += 1

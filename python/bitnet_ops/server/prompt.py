@@ -21,6 +21,7 @@ from bitnet_ops.server.catalog import Served, infill_ids
 from bitnet_ops.server.exchange import Ask, AskError, remark
 from bitnet_ops.server.placing import read_placed
 from bitnet_ops.server.shape import AnswerShape
+from bitnet_ops.vision.decode import ImageLimits
 from bitnet_ops.vision.errors import ImageError
 from bitnet_ops.vision.sources import image_bytes
 
@@ -29,30 +30,33 @@ from bitnet_ops.vision.sources import image_bytes
 class Prompt:
     """ids: to count; text: the same as the chat template has written it, "" without one.
 
-    shape: what the answers have to look like.
+    shape: what the answers have to look like. pictures: those for which `short`, the ids too, has
+    one padding token each, or their rows, where these are still known.
     """
 
     ids: list[int]
     text: str
     shape: AnswerShape
-    parts: Sequence[int | PromptRows] = ()
-
-    @property
-    def whole(self) -> Sequence[int | PromptRows]:
-        """What the engine is given: the ids, or `parts`, where pictures stand in their place."""
-        return self.parts or self.ids
+    pictures: Sequence[Picture | PromptRows] = ()
+    short: Sequence[int] = ()
 
 
 def make_prompt(served: Served, ask: Ask) -> Prompt:
-    """The prompt of `ask`; raises AskError, 400, for what the model cannot read or follow."""
-    shape, text = AnswerShape(ask, served.lm.tokenizer, served.grammars), ""
-    chat: ChatText | None = None
+    """The prompt of `ask`; raises AskError, 400, for what the model cannot read or follow.
+
+    Pictures are decoded, to see whether they can be read, but no tower computes.
+    """
+    shape = AnswerShape(ask, served.lm.tokenizer, served.grammars)
     try:
         if ask.messages is not None:
             chat = read_chat(served, ask, shape, served.context_length)
-            text, ids = chat.text, chat_ids(served, chat)
+            text, pictures, short = chat.text, chat.pictures, chat.ids()
         else:
-            ids = _text_ids(served, ask)
+            text, pictures, short = "", [], _text_ids(served, ask)
+        ids = padded_ids(served, short, pictures)
+        _check(served, ask, ids)
+        images = served.lm.images
+        known = [images.kept(one) or one for one in pictures] if images is not None else []
     except ChatTemplateError as error:
         raise AskError(str(error), field="messages") from None
     except TextLengthError as error:
@@ -60,33 +64,37 @@ def make_prompt(served: Served, ask: Ask) -> Prompt:
     except TokenizerError as error:
         raise AskError(str(error), field="prompt") from None
     except ImageError as error:
-        raise AskError(str(error), field="messages") from None
-    _check(served, ask, ids)
-    parts: Sequence[int | PromptRows] = ()
-    if chat is not None and chat.pictures and served.lm.images is not None:
-        try:
-            parts = served.lm.images.expand(chat.ids(), chat.pictures)
-        except ImageError as error:
-            raise AskError(str(error), field="messages") from None
-    return Prompt(ids, text, shape, parts)
+        raise picture_error(error) from None
+    return Prompt(ids, text, shape, known, short)
+
+
+def picture_error(error: ImageError) -> AskError:
+    """The error of a picture, whose field is the part that it stood in."""
+    return AskError(str(error), field=str(error).partition(": expected ")[0])
 
 
 def _read_pictures(
-    served: Served, marks: PictureMarks, messages: Sequence[Mapping[str, Any]]
+    served: Served, marks: PictureMarks, messages: Sequence[Mapping[str, Any]], decode: bool
 ) -> None:
-    """Read what pictures name, where the model reads any. Raises ImageError."""
+    """Read what pictures name, where the model reads any. Raises ImageError.
+
+    decode: whether their pixels are looked at too, or their headers alone.
+    """
     images = served.lm.images
     for message in messages:
         if message["role"] == "system" and (found := marks.found(message["content"])):
             expected = "pictures in messages of users, answers and tools"
             raise ImageError(expected, "one in a system message", "move it", found[0].where)
+    if images is not None:
+        _leave_out_old(marks, images.limits)
+        images.limits.check_count(len(marks) - len(marks.remarks))
 
     def read(picture: Picture) -> bytes:
         try:
             if images is None:
                 raise ImageError(*NO_TOWER)
-            data = picture.data or image_bytes(picture.source, served.sources, images.limits)
-            images.grid(Picture(data))
+            data = image_bytes(picture.source, served.sources, images.limits)
+            (images.check if decode else images.grid)(Picture(data))
             return data
         except ImageError as error:
             raise error.at(picture.where) from None
@@ -94,30 +102,49 @@ def _read_pictures(
     marks.read(read, lambda _: remark("image"), ImageError)
 
 
-def chat_ids(served: Served, chat: ChatText) -> list[int]:
-    """The ids of a conversation, with as many padding tokens as each picture has rows.
+def _leave_out_old(marks: PictureMarks, limits: ImageLimits) -> None:
+    """Have remarks in the place of a conversation's oldest pictures, where it has too many.
+
+    It must go on, however many screenshots an agent has made. They are left out by half of what is
+    allowed at once, so that the prompts of many turns begin alike, and are found in the cache.
+    """
+    most, count = limits.max_images, len(marks)
+    if count <= most:
+        return
+    step = max(1, most // 2)
+    old = [i for i, picture in enumerate(marks.pictures) if not picture.needed]
+    for i in old[: -(-(count - most) // step) * step]:
+        marks.remarks[i] = remark("image")
+
+
+def padded_ids(served: Served, ids: list[int], pictures: Sequence[Picture]) -> list[int]:
+    """Ids with as many padding tokens as each of `pictures` has rows, in the place of one.
 
     Reads no more of a picture than its header. Raises ImageError.
     """
-    ids, images = chat.ids(), served.lm.images
-    if images is None or not chat.pictures:
+    images = served.lm.images
+    if images is None or not pictures:
         return ids
-    images.count(chat.pictures)
+    images.count(pictures)
     pad, found = images.config.image_token_id, list[int]()
-    counts = iter([rows * columns for rows, columns in map(images.grid, chat.pictures)])
+    counts = iter([rows * columns for rows, columns in map(images.grid, pictures)])
     for i in ids:
         found += [pad] * next(counts, 1) if i == pad else [i]
     return found
 
 
-def read_chat(served: Served, ask: Ask, shape: AnswerShape, most_tokens: int) -> ChatText:
-    """The conversation through the chat template; raises ChatTemplateError, TokenizerError.
+def read_chat(
+    served: Served, ask: Ask, shape: AnswerShape, most_tokens: int, *, decode: bool = True
+) -> ChatText:
+    """The conversation through the chat template.
 
-    most_tokens: where there are certainly more, TextLengthError is raised before the work.
+    most_tokens: where there are certainly more, TextLengthError is raised before the work. decode:
+    whether pictures are decoded, which counting needs not. Raises ChatTemplateError,
+    TokenizerError, ImageError.
     """
     options, images = template_options(served, ask), served.lm.images
     if ask.pictures is not None and len(ask.pictures):
-        _read_pictures(served, ask.pictures, shape.messages)
+        _read_pictures(served, ask.pictures, shape.messages, decode)
 
     def read(messages: Sequence[Mapping[str, Any]]) -> ChatText:
         return served.lm.tokenizer.read_chat(

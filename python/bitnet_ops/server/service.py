@@ -1,14 +1,17 @@
 """Service: asks in, deltas out, over the engines of all models and the one thread that owns them.
 
 What runs where: dialects, the gate and the splitting of text run in the event loop; prompts are
-encoded in worker threads; the engines' thread computes. Its events come back through a `Postbox`,
-which rings the event loop once for a step, however many answers have a token then.
+encoded, and their pictures decoded, in worker threads; towers, which make rows of pictures, have a
+thread of their own, so that texts do not wait for them; the engines' thread computes. Its events
+come back through a `Postbox`, which rings the event loop once for a step, however many answers have
+a token then.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections import deque
@@ -22,7 +25,8 @@ from torch import Tensor
 from bitnet_ops.generate.engine import Engine, Event, Failed, Finished, Limits, NewToken
 from bitnet_ops.generate.engine_thread import EngineThread
 from bitnet_ops.generate.grammar import ConstraintError
-from bitnet_ops.generate.prompt import PromptError
+from bitnet_ops.generate.pictures import Picture
+from bitnet_ops.generate.prompt import PromptError, PromptRows
 from bitnet_ops.generate.request import Consumer
 from bitnet_ops.generate.run import TokenLogprobs
 from bitnet_ops.generate.sampling import SamplingError, SamplingParams
@@ -33,7 +37,8 @@ from bitnet_ops.server.catalog import Catalog, Served
 from bitnet_ops.server.exchange import Ask, AskError, CallArguments, Delta, Reasoning, Text
 from bitnet_ops.server.gate import Client, Gate, Ticket
 from bitnet_ops.server.metrics import Metrics
-from bitnet_ops.server.prompt import Prompt, encode_within, make_prompt
+from bitnet_ops.server.prompt import Prompt, encode_within, make_prompt, picture_error
+from bitnet_ops.vision.errors import ImageError
 
 T = TypeVar("T")
 _READERS = 2  # prompts that are encoded at once: each may take some hundred MB for a moment
@@ -78,6 +83,8 @@ class Service:
         self.gate.closed = "the model is being loaded"
         self._reading = Gate(_READERS, self.gate.max_running + self.gate.max_waiting)
         self._readers = ThreadPoolExecutor(_READERS, "bitnet-ops reader")
+        self._seeing = Gate(1, self.gate.max_running)
+        self._seer = ThreadPoolExecutor(1, "bitnet-ops tower")  # it takes every core
         self.metrics = Metrics()
         self._catalog: Catalog | None = None
         self._thread: EngineThread | None = None
@@ -91,6 +98,8 @@ class Service:
         for one in catalog:
             if one.adapter is None:
                 self.metrics.show_skipped(one.name, one.lm.engine.stats)
+                if one.lm.images is not None:
+                    self.metrics.show_pictures(one.name, one.lm.images)
         self.gate.closed, self.state = "", "ready"
 
     @property
@@ -105,7 +114,8 @@ class Service:
 
     def close(self) -> None:
         """End the engines' thread, and write what the prefix cache on disk has not yet."""
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._readers, self._seer):
+            pool.shutdown(wait=False, cancel_futures=True)
         if self._thread is not None:
             self._thread.close()
             for lm in self.catalog.models:
@@ -118,12 +128,17 @@ class Service:
 
         Its place is given back when it ends, is closed, or the client's request is over.
         """
-        served = self.catalog.find(ask.model)
+        served, limit = self.catalog.find(ask.model), self.options.request_s
         self._check(served, ask)
         ticket = self.gate.enter(client.name, ask.n, background=ask.background)
         client.hold(ticket.leave)
+        deadline = time.monotonic() + limit
         try:
-            prompt = await self.read(client, lambda: make_prompt(served, ask))
+            try:
+                reading = self.read(client, lambda: make_prompt(served, ask))
+                prompt = await asyncio.wait_for(reading, limit)
+            except asyncio.TimeoutError:
+                raise _timeout(limit) from None
             maximum = served.context_length - len(prompt.ids) + (ask.max_tokens == 0)
             for bound in (ask.max_tokens, self.options.max_tokens):
                 maximum = maximum if bound is None else min(maximum, bound)
@@ -135,7 +150,7 @@ class Service:
         except BaseException:
             ticket.leave()
             raise
-        answer = Answer(self, served, ask, prompt, params, maximum, ticket)
+        answer = Answer(self, served, ask, prompt, params, maximum, ticket, deadline)
         client.hold(answer.close)
         return answer
 
@@ -167,14 +182,37 @@ class Service:
             raise AskError(str(error)) from None
 
     async def read(self, client: Client, work: Callable[[], T]) -> T:
-        """The result of `work`, which encodes texts, in one of a few threads.
+        """The result of `work`, which encodes texts, in one of a few threads."""
+        return await self._in(self._readers, self._reading, client.name, work)
 
-        Its place there is free when it has ended, not when nobody waits for it any more.
+    async def see(
+        self, served: Served, pictures: Sequence[Picture | PromptRows], name: str
+    ) -> list[PromptRows]:
+        """What stands in a prompt for pictures. Clients take turns, a picture each."""
+        images, found = served.lm.images, list[PromptRows]()
+        assert images is not None
+        for one in pictures:
+            if isinstance(one, PromptRows):
+                found.append(one)
+                continue
+            try:
+                work = functools.partial(images.rows, one)
+                found.append(await self._in(self._seer, self._seeing, name, work))
+            except ImageError as error:
+                raise picture_error(error) from None
+        return found
+
+    async def _in(
+        self, pool: ThreadPoolExecutor, gate: Gate, name: str, work: Callable[[], T]
+    ) -> T:
+        """The result of `work` in a thread of `pool`, at a place of `gate`, for the client `name`.
+
+        Its place is free when it has ended, not when nobody waits for it any more.
         """
-        loop, ticket = asyncio.get_running_loop(), self._reading.enter(client.name)
+        loop, ticket = asyncio.get_running_loop(), gate.enter(name)
         try:
             await ticket.admitted.wait()
-            future = self._readers.submit(work)
+            future = pool.submit(work)
         except BaseException:
             ticket.leave()
             raise
@@ -194,6 +232,8 @@ class Service:
             return await self.read(client, lambda: ids(served, maximum))
         except TokenizerError as error:
             raise AskError(str(error)) from None
+        except ImageError as error:
+            raise picture_error(error) from None
 
     async def embed(
         self,
@@ -245,12 +285,16 @@ def _left(deadline: float, maximum: float) -> float:
     """Seconds until the deadline; raises AskError behind it."""
     left = deadline - time.monotonic()
     if left <= 0:
-        raise AskError(
-            f"server: expected an answer within {maximum:g} s, got none; ask for fewer tokens",
-            status=503,
-            code="timeout",
-        )
+        raise _timeout(maximum)
     return left
+
+
+def _timeout(maximum: float) -> AskError:
+    return AskError(
+        f"server: expected an answer within {maximum:g} s, got none; ask for fewer tokens",
+        status=503,
+        code="timeout",
+    )
 
 
 def _params(served: Served, ask: Ask) -> SamplingParams:
@@ -299,12 +343,14 @@ class Answer:
         params: SamplingParams,
         max_tokens: int,
         ticket: Ticket,
+        deadline: float,
     ) -> None:
         self.served, self.ask, self.ids, self._prompt = served, ask, prompt.ids, prompt
         self.created, self.cached_tokens = int(time.time()), 0
         self.timing = AnswerTiming(time.perf_counter())
         self._service, self._ticket = service, ticket
         self._params, self._max_tokens = params, max_tokens
+        self._deadline = deadline
         self._choices: dict[int, Choice] = {}  # those that have not ended, by the engine's ids
         self._computed: set[int] = set()  # those that the engine has not ended
         self._events: deque[Event] = deque()
@@ -318,19 +364,25 @@ class Answer:
         Raises AskError where the engine fails, or the time is over. Whoever stops early has to
         close it.
         """
-        admitted, options = self._ticket.admitted, self._service.options
-        deadline = time.monotonic() + options.request_s
+        admitted = self._ticket.admitted
         try:
             while not admitted.is_set():
-                seconds = min(options.ping_s, _left(deadline, options.request_s))
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(admitted.wait(), seconds)
+                    await asyncio.wait_for(admitted.wait(), self._patience())
                     break
                 yield []
-            self._submit()
+            whole: Sequence[int | PromptRows] = self.ids
+            if self._prompt.pictures:
+                seeing = asyncio.ensure_future(self._whole())
+                try:
+                    while not (await asyncio.wait({seeing}, timeout=self._patience()))[0]:
+                        yield []
+                    whole = seeing.result()
+                finally:
+                    seeing.cancel()
+            self._submit(whole)
             while self._choices:
-                seconds = min(options.ping_s, _left(deadline, options.request_s))
-                if not await self._some(seconds):
+                if not await self._some(self._patience()):
                     yield []
                 elif deltas := self._take():
                     yield deltas
@@ -340,6 +392,18 @@ class Answer:
             raise
         finally:
             self.close()
+
+    def _patience(self) -> float:
+        """Seconds until the next sign of life; raises AskError where the time is over."""
+        options = self._service.options
+        return min(options.ping_s, _left(self._deadline, options.request_s))
+
+    async def _whole(self) -> Sequence[int | PromptRows]:
+        """The prompt as the engine takes it, with the rows of its pictures."""
+        prompt, images = self._prompt, self.served.lm.images
+        assert images is not None
+        rows = await self._service.see(self.served, prompt.pictures, self._ticket.client)
+        return images.joined(prompt.short, rows)
 
     async def admitted(self) -> None:
         """Wait for its turn."""
@@ -371,7 +435,7 @@ class Answer:
     def _engine(self) -> Engine:
         return self.served.lm.engine
 
-    def _submit(self) -> None:
+    def _submit(self, prompt: Sequence[int | PromptRows]) -> None:
         postbox = self._service._postbox
         assert postbox is not None
         lm, ask = self.served.lm, self.ask
@@ -383,7 +447,7 @@ class Answer:
                 params = _with_seed(params, index)
             try:
                 id = self._engine.add(
-                    self._prompt.whole,
+                    prompt,
                     params,
                     limits,
                     adapter=self.served.adapter,

@@ -50,7 +50,7 @@ from bitnet_ops.server.http import (
     sse,
     unless_gone,
 )
-from bitnet_ops.server.prompt import chat_ids, read_chat
+from bitnet_ops.server.prompt import padded_ids, read_chat
 from bitnet_ops.server.service import Answer
 from bitnet_ops.server.shape import AnswerShape
 
@@ -179,7 +179,8 @@ def _messages(
     it."""
     reader = Reader("messages")
     found: list[dict[str, Any]] = []
-    first, *rest = map(reader.text, [system] if isinstance(system, str) else system or [""])
+    blocks = [system] if isinstance(system, str) else system or [""]
+    first, *rest = [reader.part(one, f"system[{i}]") or "" for i, one in enumerate(blocks)]
     if first.startswith(_BILLING):
         first = first.partition("\n")[2]
     if texts := [text for text in (first, *rest) if text]:
@@ -206,14 +207,14 @@ def _turn(reader: Reader, turn: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         # of tools that ran at Anthropic, results stand in an answer, beside their calls
         if kind.endswith("tool_result") and role != "system":
             yield from said.take()
-            yield _result(reader, block)
+            yield _result(reader, block, f"content[{at}].content")
         elif kind.endswith("tool_use") and role == "assistant":
             name = reader.name(block.get("name"))
             said.calls.append(call_of(block.get("id"), name, block.get("input")))
         elif role == "assistant" and (thought := thoughts_of({"content": [part]})):
             said.thoughts.append(thought)
         else:
-            said.texts.append(reader.text([{**part, "at": at} if block else part]))
+            said.texts.append(reader.part(part, f"content[{at}]") or "")
     yield from said.take(last=True)
 
 
@@ -226,10 +227,8 @@ class _Said:
 
     def take(self, last: bool = False) -> Iterator[dict[str, Any]]:
         """The message, if there is one; of a turn that says nothing at all an empty one."""
-        text, thoughts = (
-            self._marks.joined(filter(None, self.texts)),
-            "\n".join(filter(None, self.thoughts)),
-        )
+        text = self._marks.joined(filter(None, self.texts))
+        thoughts = "\n".join(filter(None, self.thoughts))
         if self.texts or self.calls or (last and not self.sent):
             message: dict[str, Any] = {"role": self.role, "content": text}
             if thoughts:
@@ -241,8 +240,8 @@ class _Said:
         self.texts, self.thoughts, self.calls = [], [], []
 
 
-def _result(reader: Reader, block: Mapping[str, Any]) -> dict[str, Any]:
-    text = reader.result(block.get("content"))
+def _result(reader: Reader, block: Mapping[str, Any], path: str) -> dict[str, Any]:
+    text = reader.result(block.get("content"), path)
     if block.get("is_error"):  # templates have no other place for it
         text = f"Error: {text}"
     message = {"role": "tool", "content": text}
@@ -275,7 +274,8 @@ async def count_tokens(body: CountRequest, request: Request) -> Any:
 
 def _count(served: Served, ask: Ask, maximum: int) -> int:
     shape = AnswerShape(ask, served.lm.tokenizer, served.grammars)
-    return len(chat_ids(served, read_chat(served, ask, shape, maximum)))
+    chat = read_chat(served, ask, shape, maximum, decode=False)
+    return len(padded_ids(served, chat.ids(), chat.pictures))
 
 
 class _Message:

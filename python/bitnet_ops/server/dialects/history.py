@@ -8,10 +8,11 @@ a tool gives nobody can mend, and is read like the history.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import from_json
@@ -28,7 +29,7 @@ _THOUGHTS = ("reasoning_content", "reasoning", "reasoning_text", "thinking", "th
 # What a person would read of a part of another kind.
 _SAID = ("title", "context", "url", "text", "stdout", "stderr", "error_code", "tool_name")
 _MAX_DEPTH = 64
-# Chat completions, Responses, Anthropic and tools of MCP; Ollama's as `_turn` of ollama.py has it.
+# Chat completions, Responses, Anthropic and tools of MCP.
 _PICTURES = ("image_url", "input_image", "image")
 
 Message = dict[str, Any]
@@ -37,12 +38,14 @@ Message = dict[str, Any]
 class Reader:
     """Reads one conversation.
 
+    Args:
+        field: of the request, where it stands, as errors say it.
     Attributes: `new`: whether what is read belongs to the newest turn; `marks`: of its pictures.
     """
 
     def __init__(self, field: str) -> None:
         self.field, self.new, self.marks = field, False, PictureMarks()
-        self._at = field  # the entry that is read
+        self._entry = ""  # the one that is read, with a dot
         self._left = Counter[str]()
 
     def read(
@@ -55,7 +58,7 @@ class Reader:
         found: list[Message] = []
         last = [i for i, one in enumerate(entries) if isinstance(one, Mapping) and answers(one)]
         for i, entry in enumerate(entries):
-            self.new, self._at = not last or i > last[-1], f"{self.field}[{i}]"
+            self.new, self._entry = not last or i > last[-1], f"{self.field}[{i}]."
             if isinstance(entry, Mapping):
                 found += messages(self, entry)
             else:
@@ -76,24 +79,33 @@ class Reader:
 
     # Texts ---------------------------------------------------------------------------------------
 
-    def text(self, content: Any) -> str:
-        """The text of a content: a text, or parts with a line each, marks in place of pictures."""
+    def text(self, content: Any, path: str = "content") -> str:
+        """The text of a content: a text, or parts with a line each, marks in place of pictures.
+
+        path: of the content in its entry, as errors say it.
+        """
         if isinstance(content, str) or content is None:
             return content or ""
         parts = content if isinstance(content, list) else [content]
-        texts = (self._part(part, i) for i, part in enumerate(parts))
+        texts = (self.part(part, f"{path}[{i}]") for i, part in enumerate(parts))
         return self.marks.joined(text for text in texts if text is not None)
 
-    def result(self, content: Any) -> str:
+    def result(self, content: Any, path: str = "content") -> str:
         """The text of what a tool gave."""
+        with self.leniently():
+            return self.text(content, path)
+
+    @contextlib.contextmanager
+    def leniently(self) -> Iterator[None]:
+        """Within it nothing is rejected: what a tool gave, its caller cannot take back."""
         new, self.new = self.new, False
         try:
-            return self.text(content)
+            yield
         finally:
             self.new = new
 
-    def _part(self, part: Any, at: int) -> str | None:
-        """None: it is no part of the text."""
+    def part(self, part: Any, path: str) -> str | None:
+        """The text of one part of a content. None: it is no part of the text."""
         if isinstance(part, str):
             return part
         if not isinstance(part, Mapping):
@@ -105,12 +117,17 @@ class Reader:
             if not isinstance(text, str):
                 self.reject(f"a part of type {kind} with a text text, got {str(text)[:80]!r}")
             return text if isinstance(text, str) else None
-        if kind in _PICTURES and (picture := picture_of(part)) is not None:
-            where = f"{self._at}.{part.get('field', 'content')}[{part.get('at', at)}]"
-            return self.marks.put(Picture(source=picture, where=where, needed=self.new))
+        if kind in _PICTURES:
+            if (picture := picture_of(part)) is not None:
+                return self.picture(picture, path)
+            self.reject(
+                f"the picture of {self._entry}{path} as a data: URI or in base64, got a part of "
+                f"type {kind} without one; uploaded files are not kept here"
+            )
         source = part.get("source")
         if isinstance(source, Mapping) and source.get("type") in ("text", "content"):
-            found = [part.get("title"), source.get("data"), self.text(source.get("content"))]
+            inner = self.text(source.get("content"), f"{path}.source.content")
+            found = [part.get("title"), source.get("data"), inner]
             return "\n".join(text for text in found if isinstance(text, str) and text)
         self.reject(
             "parts of type text, or what a turn of this kind may have, got "
@@ -119,12 +136,17 @@ class Reader:
         if kind in _THOUGHT_PARTS:
             return None
         said = [str(part[name]) for name in _SAID if isinstance(part.get(name), str) and part[name]]
-        if inner := self.text(part.get("content")):
+        if inner := self.text(part.get("content"), f"{path}.content"):
             said.append(inner)
         if not said:
             self.left_out(str(kind))
             said = [remark(str(kind)[:40])]
         return "\n".join(said)
+
+    def picture(self, source: str, path: str) -> str:
+        """The mark of a picture that `source` says where to find; see `picture_of`."""
+        where = f"{self._entry}{path}"
+        return self.marks.put(Picture(source=source, where=where, needed=self.new))
 
     def name(self, value: Any) -> str:
         """The name of a function that was called."""

@@ -6,6 +6,7 @@ come unless `stream` is false. A model stays in memory: keep_alive is ignored.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
@@ -40,11 +41,13 @@ from bitnet_ops.server.dialects.fields import (
     stop_texts,
     tools_of,
 )
+from bitnet_ops.server.dialects.history import Reader
 from bitnet_ops.server.dialects.openai import (
     begins_answer,
     chat_logprobs,
     is_background,
     joined,
+    message_of,
     read_messages,
 )
 from bitnet_ops.server.exchange import (
@@ -57,6 +60,7 @@ from bitnet_ops.server.exchange import (
     Format,
     Reasoning,
     Text,
+    remark,
 )
 from bitnet_ops.server.http import (
     EventStream,
@@ -146,7 +150,7 @@ class ChatBody(AnswerBody):
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
 
     def ask(self) -> Ask:
-        messages, pictures = read_messages([_turn(turn) for turn in self.messages or ()])
+        messages, pictures = read_messages(self.messages or (), _turn)
         return Ask(
             **self.stated(),
             messages=messages,
@@ -157,18 +161,27 @@ class ChatBody(AnswerBody):
         )
 
 
-def _turn(turn: Any) -> Any:
-    """A message of Ollama's in the form of chat completions: images are parts in front of it."""
-    if not isinstance(turn, Mapping):
-        return turn
-    images, content = turn.get("images"), turn.get("content")
-    if isinstance(images, list) and images:
-        content = [*map(_image, range(len(images)), images), *([content] if content else [])]
-    return {**turn, "content": content, "name": turn.get("tool_name")}
+def _turn(reader: Reader, turn: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A message of Ollama's, whose images stand in front of its text."""
+    for message in message_of(reader, {**turn, "name": turn.get("tool_name")}):
+        of_tool = message["role"] == "tool"
+        with reader.leniently() if of_tool else contextlib.nullcontext():
+            marks = _images(reader, turn.get("images"))
+        if marks:
+            message["content"] = reader.marks.joined([*marks, message["content"] or ""])
+        yield message
 
 
-def _image(at: int, data: Any) -> dict[str, Any]:
-    return {"type": "image", "data": data, "field": "images", "at": at}
+def _images(reader: Reader, images: Any) -> list[str]:
+    """Their marks."""
+    marks = []
+    for i, data in enumerate(images if isinstance(images, list) else ()):
+        if isinstance(data, str) and data:
+            marks.append(reader.picture(data, f"images[{i}]"))
+        else:
+            reader.reject(f"images in base64, got {type(data).__name__} at images[{i}]")
+            marks.append(remark("image"))
+    return marks
 
 
 class GenerateBody(AnswerBody):
@@ -188,14 +201,16 @@ class GenerateBody(AnswerBody):
                     field="images",
                 )
             return Ask(**self.stated(), prompt=prompt, suffix=self.suffix)
-        turn = _turn({"role": "user", "content": prompt, "images": self.images})
-        messages, pictures = read_messages([turn])
+        reader = Reader("images")
+        reader.new = True
+        content = reader.marks.joined([*_images(reader, self.images), prompt])
+        messages = [{"role": "user", "content": content}]
         if self.system:
             messages.insert(0, {"role": "system", "content": self.system})
         return Ask(
             **self.stated(),
             messages=messages,
-            pictures=pictures,
+            pictures=reader.marks,
             background=is_background(messages),
         )
 

@@ -12,7 +12,7 @@ import json
 import secrets
 import struct
 from codecs import getincrementaldecoder
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
 
@@ -158,17 +158,24 @@ def begins_answer(messages: list[dict[str, Any]]) -> bool:
     return begun
 
 
-def read_messages(entries: Sequence[Any]) -> tuple[list[dict[str, Any]], PictureMarks]:
-    """A conversation in the form of chat completions, as templates read it, and its pictures."""
+def read_messages(
+    entries: Sequence[Any], message: Callable[[Reader, Any], Iterable[dict[str, Any]]] | None = None
+) -> tuple[list[dict[str, Any]], PictureMarks]:
+    """A conversation in the form of chat completions, as templates read it, and its pictures.
+
+    message: reads an entry; None: `message_of`.
+    """
     reader = Reader("messages")
-    found = reader.read(entries, _message, lambda one: one.get("role") == "assistant")
+    read = message or message_of
+    found = reader.read(entries, read, lambda one: one.get("role") == "assistant")
     return found, reader.marks
 
 
 _ROLES = {"developer": "system", "function": "tool"}
 
 
-def _message(reader: Reader, entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def message_of(reader: Reader, entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The message of an entry."""
     role = entry.get("role")
     if not isinstance(role, str) or not 0 < len(role) <= 64:
         reader.reject(f"a role for every message, got {role!r:.80}")
@@ -662,7 +669,8 @@ def _encoded(vector: Tensor, form: str | None) -> list[float] | str:
 @router.get("/v1/models")
 @router.get("/models", include_in_schema=False)
 async def models(request: Request) -> Any:
-    """With `models` beside `data`: Codex reads that, and Zed the capabilities."""
+    """With `models` beside `data`: Codex reads that, and Zed the capabilities; those who know
+    OpenRouter's list read `architecture`."""
     entries = [_model(request, one.name) for one in service_of(request).catalog]
     if _asks_anthropic(request):
         ends = {"first_id": entries[0]["id"], "last_id": entries[-1]["id"]}
@@ -692,6 +700,7 @@ def _model(request: Request, name: str) -> dict[str, Any]:
             "created_at": since.isoformat().replace("+00:00", "Z"),
             "max_input_tokens": served.context_length,
         }
+    sees = "vision" in served.capabilities
     return {
         "id": served.name,
         "object": "model",
@@ -703,4 +712,8 @@ def _model(request: Request, name: str) -> dict[str, Any]:
         "context_length": served.context_length,
         "max_model_len": served.context_length,
         "capabilities": served.capabilities,
+        "architecture": {
+            "input_modalities": ["text", *(["image"] if sees else [])],
+            "output_modalities": ["text"],
+        },
     }

@@ -1,4 +1,5 @@
-"""Own routes: /health, /metrics, /tokenize, /detokenize, the page and what /status shows."""
+"""Own routes, and llama-server's: /health, /props, /metrics, /tokenize, /detokenize, what /status
+shows."""
 
 from __future__ import annotations
 
@@ -24,6 +25,20 @@ async def health(request: Request) -> Any:
     if service.state == "ready":
         return {"status": "ok"}
     return JSONResponse({"status": service.state}, status_code=503, headers={"Retry-After": "1"})
+
+
+@router.get("/props")
+async def props(request: Request, model: str = "") -> Any:
+    """In llama-server's form: what its clients look at, above all whether pictures are read."""
+    service = service_of(request)
+    served = service.catalog.find(model)
+    return {
+        "model_alias": served.name,
+        "total_slots": service.gate.most_running,
+        "default_generation_settings": {"n_ctx": served.context_length},
+        "modalities": {"vision": "vision" in served.capabilities, "audio": False},
+        "chat_template": served.chat_template or "",
+    }
 
 
 @router.get("/metrics")

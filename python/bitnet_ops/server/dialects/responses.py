@@ -158,7 +158,8 @@ def _item(reader: Reader, item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     elif kind == "reasoning":
         yield {"role": "assistant", "thoughts": thoughts_of({"reasoning": item})}
     elif kind.endswith("_output"):
-        yield {"role": "tool", "content": reader.result(item.get("output")), "tool_call_id": id}
+        content = reader.result(item.get("output"), "output")
+        yield {"role": "tool", "content": content, "tool_call_id": id}
     elif kind.endswith("_call") and ("call_id" in item or "output" in item):
         name = item.get("name") or kind.removesuffix("_call")
         said = ("arguments", "action", "operation", "input")
@@ -167,7 +168,8 @@ def _item(reader: Reader, item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         call = call_of(id, reader.name(name), arguments)
         yield {"role": "assistant", "content": "", "tool_calls": [call]}
         if "output" in item:  # it ran at OpenAI
-            yield {"role": "tool", "content": reader.result(item["output"]), "tool_call_id": id}
+            content = reader.result(item["output"], "output")
+            yield {"role": "tool", "content": content, "tool_call_id": id}
     else:
         reader.left_out(kind)
 
