@@ -351,7 +351,8 @@ def _of_model(args: argparse.Namespace, settings: ModelSettings) -> ModelSetting
     maximum = lm.config.max_position_embeddings
     if settings.images and lm.images is None:
         raise ValueError(f"--image: expected a model that reads pictures, got {lm.path}")
-    for side in settings.images if lm.images is not None else ():
+    for side in settings.images:
+        assert lm.images is not None
         if (tokens := images.tokens_of(lm.images, side)) >= maximum:
             raise ValueError(
                 f"--image: expected a prompt below the context of {maximum} tokens, got {tokens}"

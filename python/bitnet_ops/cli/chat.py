@@ -392,8 +392,8 @@ def _obey(turns: _Plain, command: Command, rest: str, args: argparse.Namespace) 
             for line in f"{message['role']}: {text_of(message['content'])}".splitlines():
                 say(line)
     elif command is Command.SAVE:
-        messages = [{**m, "content": to_json(m["content"])} for m in turns.conversation.messages]
-        _save(rest, {"model": name_of(args.model), "messages": messages})
+        saved = [{**m, "content": to_json(m["content"])} for m in turns.conversation.messages]
+        _save(rest, {"model": name_of(args.model), "messages": saved})
     else:
         messages, pictures = _read(rest, image_limits(args))
         if pictures:
@@ -433,7 +433,7 @@ def _read(file: str, limits: ImageLimits) -> tuple[list[Mapping[str, Any]], int]
     messages = found.get("messages")
     if not isinstance(messages, list):
         raise _no_messages(file)
-    read = []
+    read = list[Mapping[str, Any]]()
     for i, m in enumerate(messages):
         content = None
         if isinstance(m, dict) and m.get("role") in _ROLES:

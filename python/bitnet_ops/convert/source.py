@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,10 +16,7 @@ from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig, UnsupportedModelError
 from bitnet_ops.config.scheme import Scheme
 from bitnet_ops.convert.errors import ConvertError, reject
-from bitnet_ops.convert.hybrid import TOWER, counted
-from bitnet_ops.convert.tower import Tower, check_pair, choose_mmproj, mmproj_tower
-from bitnet_ops.formats.gguf import is_gguf
-from bitnet_ops.loading.resolve import mmproj_beside
+from bitnet_ops.convert.tower import Tower
 from bitnet_ops.models import TensorSpec
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -230,32 +226,3 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
         return ModelConfig.from_hf(config)
     except UnsupportedModelError as error:
         raise ConvertError("unsupported-model", f"convert: {error}") from error
-
-
-# Its tower --------------------------------------------------------------------------------------
-
-
-@contextmanager
-def with_tower(
-    source: Source, mmproj: str | Path | None = None, wanted: bool = True
-) -> Iterator[None]:
-    """Give `source` its tower for images, open meanwhile, or a remark why it has none."""
-    plan, beside = source.plan, list[str]()
-    config = plan.config
-    file = None if mmproj is None else Path(mmproj)
-    if file is not None and not config.family.hybrid:
-        reject("mmproj", "a model that reads images (Qwen3.5) for --mmproj", config.model_type)
-    own = source.own_tower() if wanted and file is None else None
-    if own is None and wanted and file is None and config.family.hybrid and is_gguf(source.path):
-        file, beside = choose_mmproj(mmproj_beside(source.path), config.hidden_size)
-    source.tower_remarks = beside
-    if file is not None and wanted:
-        with mmproj_tower(file, source.image_ids()) as tower:
-            source.tower = check_pair(tower, config.hidden_size, config.vocab_size)
-            yield
-        return
-    if own is not None:
-        source.tower = check_pair(own, config.hidden_size, config.vocab_size)
-    elif plan.tower:
-        source.tower_remarks = [*beside, *counted([TOWER] * len(plan.tower))]
-    yield

@@ -34,7 +34,7 @@ async def props(request: Request, model: str = "") -> Any:
     served = service.catalog.find(model)
     return {
         "model_alias": served.name,
-        "total_slots": service.gate.most_running,
+        "total_slots": service.gate.max_running,
         "default_generation_settings": {"n_ctx": served.context_length},
         "modalities": {"vision": "vision" in served.capabilities, "audio": False},
         "chat_template": served.chat_template or "",
