@@ -18,7 +18,8 @@ from bitnet_ops.convert.gguf_source import GgufSource
 from bitnet_ops.convert.hf_source import HfSource
 from bitnet_ops.convert.inspect import inspect
 from bitnet_ops.convert.report import ConvertReport, proof_line, table_lines
-from bitnet_ops.convert.source import file_sha256, with_tower
+from bitnet_ops.convert.source import file_sha256
+from bitnet_ops.convert.tower_choice import with_tower
 from bitnet_ops.formats.destination import SUMMARY_FILE
 from bitnet_ops.formats.gguf import Q2_BLOCKS, is_gguf
 from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, model_file, replace_config

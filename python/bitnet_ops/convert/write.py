@@ -34,7 +34,6 @@ from bitnet_ops.convert.source import (
     reject_changed,
     stamp,
     stamps,
-    with_tower,
 )
 from bitnet_ops.convert.ternary import (
     check_finite,
@@ -44,6 +43,7 @@ from bitnet_ops.convert.ternary import (
     implausible_dense,
     looks_ternary,
 )
+from bitnet_ops.convert.tower_choice import with_tower
 from bitnet_ops.errors import counted
 from bitnet_ops.formats import destination
 from bitnet_ops.formats.destination import MODEL_FILE, MODEL_FOLDER, DestinationError, Kind
