@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 import bitnet_ops.server
+import vision_models
 from bitnet_ops.server.security import Access
 from bitnet_ops.vision.decode import image_size
 from bitnet_ops.vision.sources import image_bytes
@@ -937,6 +938,26 @@ def test_pictures_go_with_a_message(seeing: Any) -> None:
     wait_for_answer(page)
     assert page.bodies[2]["messages"][-1]["content"][:3] == parts
     assert page.problems == []
+
+
+def test_a_picture_is_read_by_a_model_with_a_tower(browser: Any, tmp_path: Path) -> None:
+    """Nothing between the page and the model is made up."""
+    lm = bitnet_ops.load(vision_models.write_model(tmp_path))
+    with serving(app_of({"seeing": lm})) as address:
+        context = browser.new_context(viewport={"width": 1280, "height": 800})
+        page = opened(context, address)
+        page.set_input_files("#picture", [picture("cat.png", size=(300, 200))])
+        attached(page, 1)
+        say(page, "What is it?")
+        wait_for_answer(page)
+        assert lm.images is not None and lm.images.computed == 1
+        assert page.get_by_role("img", name="Picture cat.png, 300 by 200 pixels").is_visible()
+        page.screenshot(path=tmp_path / "page.png")
+        say(page, "Sure?")
+        wait_for_answer(page, 2)
+        assert lm.images.computed == 1, "its rows are still known"
+        assert page.problems == []
+        context.close()
 
 
 def test_a_picture_alone_is_a_message(seeing: Any) -> None:

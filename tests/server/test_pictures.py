@@ -7,6 +7,8 @@ import base64
 import functools
 import json
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -507,3 +509,114 @@ def test_what_somebody_writes_is_no_picture(address: str, lm: LanguageModel) -> 
     assert found.status_code == 200
     ask = ChatRequest.model_validate(body).ask()
     assert make_prompt(served_of(lm), ask).short.count(vision_models.PAD) == 1
+
+
+@pytest.fixture
+def alone(folder: Path) -> LanguageModel:
+    """A model that no other server has."""
+    return bitnet_ops.load(folder)
+
+
+# Threads ------------------------------------------------------------------------------------------
+
+
+class HeldTower:
+    """Computes no picture before `go` is set. begun: how many it has begun; maximum: at once."""
+
+    def __init__(self, lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert lm.images is not None
+        self.begun = self.running = self.maximum = 0
+        self.go = threading.Event()
+        computed = lm.images._computed
+
+        def held(picture: Any) -> Any:
+            self.begun, self.running = self.begun + 1, self.running + 1
+            self.maximum = max(self.maximum, self.running)
+            self.go.wait(120)
+            self.running -= 1
+            return computed(picture)
+
+        monkeypatch.setattr(lm.images, "_computed", held)
+
+
+def fresh(seed: int) -> Body:
+    """A question about a picture that nobody has asked about."""
+    image = {"type": "image_url", "image_url": uri(file_of(photograph(40, 40, seed)))}
+    return chat([image, WHAT])[1]
+
+
+def until(something: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not something():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_texts_and_known_pictures_do_not_wait_for_a_tower(
+    alone: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = "/v1/chat/completions"
+    with serving(app_of({"seeing": alone})) as address:
+        post(address, *SPELLINGS["image_url"])
+        tower = HeldTower(alone, monkeypatch)
+        threads = [
+            threading.Thread(target=post, args=(address, path, fresh(seed))) for seed in (50, 51)
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            until(lambda: tower.begun == 1)
+            for body in (chat("Hm?")[1], SPELLINGS["image_url"][1]):
+                assert post(address, path, body).status_code == 200
+            assert httpx.get(f"{address}/health").status_code == 200
+            assert tower.begun == 1
+        finally:
+            tower.go.set()
+            for thread in threads:
+                thread.join()
+        assert (tower.begun, tower.maximum) == (2, 1)
+
+
+def test_who_leaves_gives_the_place_back(
+    alone: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = app_of({"seeing": alone}, max_running=1)
+    with serving(app) as address:
+        tower = HeldTower(alone, monkeypatch)
+        body = fresh(60)
+        body["messages"][0]["content"] += fresh(61)["messages"][0]["content"]
+        with httpx.Client() as client:
+            sent = {"model": "seeing", "stream": True, **body}
+            with client.stream("POST", f"{address}/v1/chat/completions", json=sent, timeout=60):
+                until(lambda: tower.begun == 1)
+        gate = app.state.service.gate
+        until(lambda: gate.running == 0)
+        tower.go.set()
+        until(lambda: tower.running == 0)
+        assert post(address, *chat("Hm?")).status_code == 200
+        assert tower.begun == 1, "of two pictures"
+
+
+def test_a_tower_is_waited_for_with_signs_of_life(
+    alone: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = "/v1/chat/completions"
+    with serving(app_of({"seeing": alone}, ping_s=0.1)) as address:
+        tower, pings = HeldTower(alone, monkeypatch), 0
+        sent = {"model": "seeing", "stream": True, **fresh(62)}
+        with httpx.stream("POST", f"{address}{path}", json=sent, timeout=60) as response:
+            for line in response.iter_lines():
+                pings += line.startswith(": ping")
+                if pings == 3:
+                    tower.go.set()
+        assert pings >= 3 and tower.running == 0
+
+
+def test_a_tower_counts_in_the_time_of_a_request(
+    alone: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(app_of({"seeing": alone}, request_s=2)) as address:
+        tower = HeldTower(alone, monkeypatch)
+        found = post(address, "/v1/chat/completions", fresh(63))
+        tower.go.set()
+        assert found.status_code == 503 and "within 2 s" in found.text
