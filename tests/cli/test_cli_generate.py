@@ -17,7 +17,7 @@ from bitnet_ops import machine
 from bitnet_ops.cli import main
 from bitnet_ops.cli.generate import looks_like_a_model
 from bitnet_ops.cli.terminal import TextError, checked
-from bitnet_ops.generate.engine import Engine
+from bitnet_ops.generate.engine_core import EngineCore
 from bitnet_ops.language_model import DEMO_DIR
 from isa_control import torch_threads
 
@@ -306,15 +306,15 @@ def test_a_number_that_torch_could_not_find_out_is_set(monkeypatch: pytest.Monke
 def test_an_answer_that_breaks_off_ends_its_line_in_a_file(
     command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = Engine._step
+    whole = EngineCore.step
     steps = iter([True, True])
 
-    def broken(engine: Engine) -> None:
+    def broken(engine: EngineCore) -> None:
         if not next(steps, False):
             raise ValueError("engine: expected a step, got none")
         whole(engine)
 
-    monkeypatch.setattr(Engine, "_step", broken)
+    monkeypatch.setattr(EngineCore, "step", broken)
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
     assert main([*command, "-n", "8", "--temp", "0"]) == 1
     out, err = capsys.readouterr()

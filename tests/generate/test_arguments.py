@@ -202,6 +202,7 @@ TAKES: dict[str, Callable[[Any], bool]] = {
     "max_new_tokens": integer(0),
     "max_sequences": integer(1, 256),
     "min_p": number(0, 1),
+    "mmproj": nothing,
     "model": never,
     "name": never,
     "params": kind(SamplingParams, type(None)),

@@ -364,7 +364,7 @@ def test_errors_are_the_clients_own(client) -> None:
     assert missing.value.body["error"]["type"] == "not_found_error"
     source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
     for fields, words in (
-        ({"messages": said([{"type": "image", "source": source}])}, "got 'image'; models here"),
+        ({"messages": said([{"type": "image", "source": source}])}, "the model has no tower"),
         ({"messages": said([{"type": "document", "source": source}])}, "got 'document'"),
         ({"messages": said([{"type": "tool_use", "id": "t", "name": "f"}])}, "got 'tool_use'"),
         ({"messages": said([{"type": "text"}])}, "with a text text"),

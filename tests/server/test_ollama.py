@@ -384,7 +384,7 @@ def test_errors_are_the_clients_own(client) -> None:
     assert missing.value.status_code == 404
     image = [{**said("x")[0], "images": ["AAAA"]}]
     for fields, words in (
-        ({"messages": image}, "got 'image'; models here read texts alone"),
+        ({"messages": image}, "the model has no tower"),
         ({"messages": said("word " * 3000)}, "context of 1024 tokens"),
         ({"options": {"temperature": -1}}, "temperature"),
         ({"options": {"num_predict": -3}}, "num_predict"),

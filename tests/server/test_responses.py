@@ -158,7 +158,7 @@ def test_errors(client) -> None:
     image = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]
     with pytest.raises(openai.BadRequestError, match="texts alone") as error:
         client.responses.create(model="demo", input=image)
-    assert error.value.param == "input"
+    assert error.value.param == "input[0].content[0]"
     with pytest.raises(openai.NotFoundError):
         client.responses.create(model="other", input="x")
 

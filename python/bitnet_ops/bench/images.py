@@ -13,18 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bitnet_ops.bench.harness import digits
+from bitnet_ops.bench.model import BenchModel
 from bitnet_ops.bench.pinning import use_threads
 from bitnet_ops.generate.engine import Engine, Limits
 from bitnet_ops.generate.images import Images
 from bitnet_ops.generate.pictures import Picture
-from bitnet_ops.vision.decode import ImageLimits
 
 if TYPE_CHECKING:
-    from bitnet_ops.bench.model import BenchModel
     from bitnet_ops.bench.report import Row
 
 MAX_SIDE = 4096  # pixels
-LIMITS = ImageLimits(max_bytes=64 << 20, max_tokens=16_384)
 QUESTION = 16  # tokens behind a picture
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from bitnet_ops.bench.harness import Timed
-from bitnet_ops.bench.images import LIMITS
 from bitnet_ops.blocks.block import PAGE
 from bitnet_ops.blocks.listing import KINDS, listing
 from bitnet_ops.dummy import model as dummy
@@ -22,6 +21,7 @@ from bitnet_ops.nn.kv_config import KV_DTYPES, bytes_of_block, kept_of
 from bitnet_ops.nn.packing import blocked_scales
 from bitnet_ops.nn.state_pool import slot_bytes
 from bitnet_ops.nn.storage import LAYOUTS
+from bitnet_ops.vision.decode import ImageLimits
 
 _PROJECTIONS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -33,6 +33,8 @@ _PROJECTIONS = {
 }
 # int8 multiply-adds that a unit does in the time of one in float32, where it has both (VNNI)
 INT8_PER_FLOAT = 4
+
+LIMITS = ImageLimits(max_bytes=64 << 20, max_tokens=16_384)  # of pictures, made here
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ import argparse
 import difflib
 import itertools
 import re
+import shutil
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -50,6 +52,23 @@ class _Help(argparse.HelpFormatter):
         return super()._format_action_invocation(action)
 
 
+# Commands whose options fill more than a screen, and the options that --help-all alone explains.
+_LONG = frozenset({"generate", "chat", "serve"})
+_SELDOM = frozenset(
+    """--attention --sparsity --weight-format --head-format --activation-format --cache --no-convert
+    --no-vision --image-max-tokens --mmproj --images-per-request --image-host --image-folder
+    --max-per-client --request-time --drain --prefix-dir-mb""".split()
+)
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        assert isinstance(parser, Parser)
+        parser.explains_all = True
+        parser.print_help()
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are UsageErrors in the project's style.
 
@@ -60,6 +79,29 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, "formatter_class": _Help, **options})
         self.takes_more = False  # whether any number of words may stand behind --
+        self.explains_all = self.command not in _LONG
+        if not self.explains_all:
+            self.add_argument("--help-all", action=_HelpAll, nargs=0, help="all options explained")
+
+    def format_help(self) -> str:
+        if self.explains_all:
+            return super().format_help()
+        seldom = [a for a in self._actions if _SELDOM.intersection(a.option_strings)]
+        helps = [action.help for action in seldom]
+        try:
+            for action in seldom:
+                action.help = argparse.SUPPRESS
+            text = super().format_help()
+        finally:
+            for action, help in zip(seldom, helps, strict=True):
+                action.help = help
+        names = textwrap.fill(
+            "more, by --help-all: " + " ".join(a.option_strings[-1] for a in seldom),
+            width=max(40, shutil.get_terminal_size().columns - 2),
+            subsequent_indent="  ",
+            break_on_hyphens=False,
+        )
+        return f"{text}\n{names}\n"
 
     @property
     def command(self) -> str:
