@@ -197,8 +197,9 @@ def test_an_mmproj_file_for_a_folder_and_for_a_model_file(tmp_path: Path) -> Non
 def test_several_mmproj_files_are_named(tmp_path: Path) -> None:
     source = write_gguf(tmp_path / "source", kind="F16")
     towers.write_mmproj(tmp_path / "source" / "mmproj-Q8_0.gguf", TOWER, "Q8_0")
-    with pytest.raises(ConvertError, match="got mmproj-F16.gguf, mmproj-Q8_0.gguf; name one"):
+    with pytest.raises(ConvertError, match="got mmproj-F16.gguf, mmproj-Q8_0.gguf; name") as caught:
         run(source, tmp_path / "out")
+    assert caught.value.code == "several-mmproj"
     run(source, tmp_path / "one", mmproj=tmp_path / "source" / "mmproj-F16.gguf")
     assert load_tower(tmp_path / "one") is not None
     run(source, tmp_path / "none", vision=False)
@@ -470,8 +471,9 @@ def test_a_tower_for_another_width_or_other_tokens_is_refused(tmp_path: Path) ->
     about = json.loads((source / "config.json").read_text())
     for change in ({"image_token_id": VOCAB}, {"image_token_id": about["vision_end_token_id"]}):
         (source / "config.json").write_text(json.dumps(about | change))
-        with pytest.raises(ConvertError, match=f"three ids of image tokens below {VOCAB}"):
+        with pytest.raises(ConvertError, match=f"three ids of image tokens below {VOCAB}") as no:
             convert(source, tmp_path / "out")
+        assert no.value.code == "vision-ids"
     deep = {**about["vision_config"], "deepstack_visual_indexes": [0]}
     (source / "config.json").write_text(json.dumps(about | {"vision_config": deep}))
     with pytest.raises(ConvertError, match="without deepstack_visual_indexes.*--no-vision"):

@@ -246,7 +246,7 @@ def test_a_source_that_changes_meanwhile_is_not_kept(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = iter(["a", "b"])
-    monkeypatch.setattr(converting, "_name", lambda source: next(names))
+    monkeypatch.setattr(converting, "_name", lambda *_: next(names))
     with pytest.raises(LoadError, match="to stay as it is while it is converted"):
         load(folder, cache=cache)
     assert made(cache) == []
