@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from bitnet_ops.generate.engine import SamplingParams as SamplingParams
     from bitnet_ops.generate.engine import SchedulerOptions as SchedulerOptions
     from bitnet_ops.generate.engine_thread import EngineThread as EngineThread
+    from bitnet_ops.generate.prompt import PromptRows as PromptRows
     from bitnet_ops.integrations import BitNetLinearMethod as BitNetLinearMethod
     from bitnet_ops.integrations.transformers import BitnetOpsConfig as BitnetOpsConfig
     from bitnet_ops.integrations.transformers import accelerate as accelerate
@@ -55,6 +56,7 @@ _LAZY = {
     "Limits": "bitnet_ops.generate.engine",
     "NewToken": "bitnet_ops.generate.engine",
     "PackedWeight": "bitnet_ops.nn.packing",
+    "PromptRows": "bitnet_ops.generate.prompt",
     "SamplingParams": "bitnet_ops.generate.engine",
     "SchedulerOptions": "bitnet_ops.generate.engine",
     "accelerate": "bitnet_ops.integrations.transformers",

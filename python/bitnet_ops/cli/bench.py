@@ -339,13 +339,12 @@ def model_settings(args: argparse.Namespace) -> ModelSettings:
 def _of_model(args: argparse.Namespace, settings: ModelSettings) -> ModelSettings:
     """`settings` for the model args.model: within its context where nothing was asked for."""
     from bitnet_ops.bench import images
+    from bitnet_ops.bench.model import LIMITS
     from bitnet_ops.bench.run_model import DECODED
     from bitnet_ops.language_model import load
 
     # nothing is copied
-    lm = load(
-        args.model, weight_format="canonical", head_format="stored", image_limits=images.LIMITS
-    )
+    lm = load(args.model, weight_format="canonical", head_format="stored", image_limits=LIMITS)
     if lm.config.embedding_only:
         raise ValueError(f"MODEL: expected one that generates, got an embedding model {lm.path}")
     maximum = lm.config.max_position_embeddings
