@@ -63,7 +63,7 @@ BITNET_LIBRARY(m) {
   // K],
   //   activation(gate) * up
   m.def("gated(Tensor gate, Tensor up, str activation) -> Tensor");
-  // x F [..., K], signs float32 [K / B, B] -> F [..., K], each B features turned by the normalised
+  // x F [..., K], signs float32 [K / B, B] -> F [..., K], each B features times the normalised
   //   Walsh-Hadamard matrix H in Sylvester's order: H (signs * x), or inverse signs * (H x)
   m.def("hadamard(Tensor x, Tensor signs, bool inverse=False) -> Tensor");
   // x F [..., H, D], positions int64 [...], inv_freq float32 [D / 2] -> F [..., H, D]; cosines and

@@ -311,13 +311,14 @@ class LanguageModel:
         return f"LanguageModel({self.path}: {self.model.summary}, kv {kv_dtype}{tokenizer})"
 
     def close(self) -> None:
-        """Free the memory of weights, keys and values, once `prefix_dir` has what waits for it.
+        """Free the memory of the model and its cache, once `prefix_dir` has what waits for it.
 
         Texts that are being written end where they are, with finish_reason "abort", and an
         EngineThread that owns the engine ends. Whatever is asked for afterwards raises ClosedError;
         a second call does nothing. `with bitnet_ops.load(...) as lm:` closes at its end.
         """
         self.engine.shut_down()
+        self.images = None
         self.model = self.engine.model  # type: ignore[assignment]  # what stands in its place
 
     def __enter__(self) -> LanguageModel:
@@ -376,11 +377,12 @@ class LanguageModel:
         costs nothing soon after. Raises ImageError for what cannot be read, and for a model that
         reads texts alone.
         """
-        if self.images is None:
-            raise ImageError(*NO_TOWER)
-        return self.images.prompt_of(self._picture(source))
+        picture = self._picture(source)
+        assert self.images is not None
+        return self.images.prompt_of(picture)
 
     def _picture(self, source: PictureSource) -> Picture:
+        self.engine.check_open()
         if self.images is None:
             raise ImageError(*NO_TOWER)
         if isinstance(source, Picture):
@@ -686,7 +688,7 @@ class Conversation:
         ids = self._known.encode(messages)
         if not (pictures := self._known.pictures) or self._lm.images is None:
             return ids, len(ids)
-        return ids, len(ids) - len(pictures) + self._lm.images.count(pictures)
+        return ids, len(self._lm.images.padded(ids, pictures))
 
     def _answer(self, stream: TextStream, prompt: list[int]) -> Iterator[str]:
         pieces: list[str] = []

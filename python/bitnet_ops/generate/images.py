@@ -12,7 +12,7 @@ import hashlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,12 +80,26 @@ class Images:
         except ImageError as error:
             raise error.at(picture.where) from None
 
-    def count(self, pictures: Sequence[Picture]) -> int:
-        """How many tokens pictures have together. Raises ImageError for too many of either."""
+    def padded(self, ids: Sequence[int], pictures: Sequence[Picture]) -> list[int]:
+        """Ids with as many padding tokens as each picture has rows, where there was one.
+
+        Reads no more of a picture than its header. Raises ImageError for too many pictures or rows,
+        and where there are more or fewer padding tokens than pictures.
+        """
+        self._check_pads(ids, len(pictures))
         self.limits.check_count(len(pictures))
-        total = sum(rows * columns for rows, columns in map(self.grid, pictures))
-        self.limits.check_total(total)
-        return total
+        counts = [rows * columns for rows, columns in map(self.grid, pictures)]
+        self.limits.check_total(sum(counts))
+        pad, found, rest = self.config.image_token_id, list[int](), iter(counts)
+        for i in ids:
+            found += [pad] * next(rest) if i == pad else [i]
+        return found
+
+    def _check_pads(self, ids: Sequence[int], count: int) -> None:
+        if (pads := sum(i == self.config.image_token_id for i in ids)) != count:
+            expected = f"a padding token for each of {count} pictures"
+            remedy = "the tokenizer or the chat template belongs to another model"
+            raise ImageError(expected, str(pads), remedy, "images")
 
     def rows(self, picture: Picture) -> PromptRows:
         """What stands in a prompt for a picture. Raises ImageError for one that cannot be read."""
@@ -153,17 +167,12 @@ class Images:
 
         Raises ImageError where there are more or fewer, or for a picture that cannot be read.
         """
-        pad = self.config.image_token_id
-        if (count := sum(i == pad for i in ids)) != len(pictures):
-            raise ImageError(
-                f"a padding token for each of {len(pictures)} pictures", str(count),
-                "the tokenizer belongs to another model", "images",
-            )  # fmt: skip
-        self.count(pictures)
-        return self.joined(ids, map(self.rows, pictures))
+        self.padded(ids, pictures)  # before a tower computes
+        return self.joined(ids, [self.rows(picture) for picture in pictures])
 
-    def joined(self, ids: Sequence[int], rows: Iterable[PromptRows]) -> list[int | PromptRows]:
-        """Ids with rows in the place of their padding tokens, as many as these are."""
+    def joined(self, ids: Sequence[int], rows: Sequence[PromptRows]) -> list[int | PromptRows]:
+        """Ids with rows in the place of their padding tokens; ImageError unless as many."""
+        self._check_pads(ids, len(rows))
         rest = iter(rows)
         return [next(rest) if i == self.config.image_token_id else i for i in ids]
 
@@ -183,6 +192,7 @@ def open_images(file: Path, limits: ImageLimits = LIMITS) -> Images | None:
     reader = Reader(file, check_codes=False)
     config = vision_config(reader.config)
     if config is None:
+        reader.close()
         return None
     dtype = tower_dtype()
     state = repr((reader.digest(), config, str(dtype))).encode()

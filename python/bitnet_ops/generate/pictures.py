@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-_DIGITS = 5
+_DIGITS = 9  # more pictures than any request has room for
 
 
 @dataclass(frozen=True)

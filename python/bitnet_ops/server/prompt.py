@@ -108,29 +108,19 @@ def _leave_out_old(marks: PictureMarks, limits: ImageLimits) -> None:
     It must go on, however many screenshots an agent has made. They are left out by half of what is
     allowed at once, so that the prompts of many turns begin alike, and are found in the cache.
     """
-    most, count = limits.max_images, len(marks)
-    if count <= most:
+    maximum, count = limits.max_images, len(marks)
+    if count <= maximum:
         return
-    step = max(1, most // 2)
+    step = max(1, maximum // 2)
     old = [i for i, picture in enumerate(marks.pictures) if not picture.needed]
-    for i in old[: -(-(count - most) // step) * step]:
+    for i in old[: -(-(count - maximum) // step) * step]:
         marks.remarks[i] = remark("image")
 
 
 def padded_ids(served: Served, ids: list[int], pictures: Sequence[Picture]) -> list[int]:
-    """Ids with as many padding tokens as each of `pictures` has rows, in the place of one.
-
-    Reads no more of a picture than its header. Raises ImageError.
-    """
+    """`Images.padded` of a prompt, which has no pictures where the model reads texts alone."""
     images = served.lm.images
-    if images is None or not pictures:
-        return ids
-    images.count(pictures)
-    pad, found = images.config.image_token_id, list[int]()
-    counts = iter([rows * columns for rows, columns in map(images.grid, pictures)])
-    for i in ids:
-        found += [pad] * next(counts, 1) if i == pad else [i]
-    return found
+    return images.padded(ids, pictures) if images is not None and pictures else ids
 
 
 def read_chat(

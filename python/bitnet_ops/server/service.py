@@ -83,8 +83,8 @@ class Service:
         self.gate.closed = "the model is being loaded"
         self._reading = Gate(_READERS, self.gate.max_running + self.gate.max_waiting)
         self._readers = ThreadPoolExecutor(_READERS, "bitnet-ops reader")
-        self._seeing = Gate(1, self.gate.max_running)
-        self._seer = ThreadPoolExecutor(1, "bitnet-ops tower")  # it takes every core
+        self._tower_gate = Gate(1, self.gate.max_running)
+        self._tower_thread = ThreadPoolExecutor(1, "bitnet-ops tower")  # it takes every core
         self.metrics = Metrics()
         self._catalog: Catalog | None = None
         self._thread: EngineThread | None = None
@@ -114,7 +114,7 @@ class Service:
 
     def close(self) -> None:
         """End the engines' thread, and write what the prefix cache on disk has not yet."""
-        for pool in (self._readers, self._seer):
+        for pool in (self._readers, self._tower_thread):
             pool.shutdown(wait=False, cancel_futures=True)
         if self._thread is not None:
             self._thread.close()
@@ -185,7 +185,7 @@ class Service:
         """The result of `work`, which encodes texts, in one of a few threads."""
         return await self._in(self._readers, self._reading, client.name, work)
 
-    async def see(
+    async def rows_of(
         self, served: Served, pictures: Sequence[Picture | PromptRows], name: str
     ) -> list[PromptRows]:
         """What stands in a prompt for pictures. Clients take turns, a picture each."""
@@ -197,7 +197,7 @@ class Service:
                 continue
             try:
                 work = functools.partial(images.rows, one)
-                found.append(await self._in(self._seer, self._seeing, name, work))
+                found.append(await self._in(self._tower_thread, self._tower_gate, name, work))
             except ImageError as error:
                 raise picture_error(error) from None
         return found
@@ -368,21 +368,21 @@ class Answer:
         try:
             while not admitted.is_set():
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(admitted.wait(), self._patience())
+                    await asyncio.wait_for(admitted.wait(), self._until_ping())
                     break
                 yield []
             whole: Sequence[int | PromptRows] = self.ids
             if self._prompt.pictures:
-                seeing = asyncio.ensure_future(self._whole())
+                computing = asyncio.ensure_future(self._whole())
                 try:
-                    while not (await asyncio.wait({seeing}, timeout=self._patience()))[0]:
+                    while not (await asyncio.wait({computing}, timeout=self._until_ping()))[0]:
                         yield []
-                    whole = seeing.result()
+                    whole = computing.result()
                 finally:
-                    seeing.cancel()
+                    computing.cancel()
             self._submit(whole)
             while self._choices:
-                if not await self._some(self._patience()):
+                if not await self._some(self._until_ping()):
                     yield []
                 elif deltas := self._take():
                     yield deltas
@@ -393,7 +393,7 @@ class Answer:
         finally:
             self.close()
 
-    def _patience(self) -> float:
+    def _until_ping(self) -> float:
         """Seconds until the next sign of life; raises AskError where the time is over."""
         options = self._service.options
         return min(options.ping_s, _left(self._deadline, options.request_s))
@@ -402,7 +402,7 @@ class Answer:
         """The prompt as the engine takes it, with the rows of its pictures."""
         prompt, images = self._prompt, self.served.lm.images
         assert images is not None
-        rows = await self._service.see(self.served, prompt.pictures, self._ticket.client)
+        rows = await self._service.rows_of(self.served, prompt.pictures, self._ticket.client)
         return images.joined(prompt.short, rows)
 
     async def admitted(self) -> None:
