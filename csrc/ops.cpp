@@ -36,17 +36,17 @@ BITNET_LIBRARY(m) {
   //   -> [N], int32 without scales, float32 with both
   m.def(
       "gemv(Tensor weight, Tensor x, Tensor? x_scale=None, Tensor? weight_scale=None, "
-      "int[] shape=[]) -> Tensor");
+      "int[]? shape=None) -> Tensor");
   // weight W, x int8 [M, K], x_scale float32 [M], weight_scale float32 [1] or [N]
   //   -> [M, N], int32 without scales, float32 with both
   m.def(
       "gemm(Tensor weight, Tensor x, Tensor? x_scale=None, Tensor? weight_scale=None, "
-      "int[] shape=[]) -> Tensor");
+      "int[]? shape=None) -> Tensor");
   // x F [..., K], weight W, weight_scale float32 [1], [N] or S, bias F [N], activation_format A ->
   //   F [..., N]
   m.def(
-      "linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias=None, int[] shape=[], str "
-      "activation_format=\"int8\") -> Tensor");
+      "linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias=None, "
+      "int[]? shape=None, str activation_format=\"int8\") -> Tensor");
   // x F [..., K], weight F [K] -> F [..., K]
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   // x, residual F [..., K], weight F [K] -> y, residual_out F [..., K]
@@ -66,16 +66,16 @@ BITNET_LIBRARY(m) {
   // x F [..., K], signs float32 [K / B, B] -> F [..., K], each B features times the normalised
   //   Walsh-Hadamard matrix H in Sylvester's order: H (signs * x), or inverse signs * (H x)
   m.def("hadamard(Tensor x, Tensor signs, bool inverse=False) -> Tensor");
-  // x F [..., H, D], positions int64 [...], inv_freq float32 [D / 2] -> F [..., H, D]; cosines and
-  //   sines are multiplied by attention_factor
+  // x F [..., H, D], positions int64 [...], or with sections [3, ...], inv_freq float32 [D / 2]
+  //   -> F [..., H, D]; cosines and sines are multiplied by attention_factor
   m.def(
       "rope(Tensor x, Tensor positions, Tensor inv_freq, float attention_factor=1.0, "
-      "int[] sections=[]) -> Tensor");
+      "int[]? sections=None) -> Tensor");
   // x F [..., K], norm_weight F [K], {q,k,v}_weight W, {q,k,v}_scale float32 [1], [N] or S,
   //   shape [N, K] of q, of k and of v, or empty -> q, k, v F [..., N of each]
   m.def(
       "qkv_forward(Tensor x, Tensor norm_weight, Tensor q_weight, Tensor q_scale, Tensor k_weight, "
-      "Tensor k_scale, Tensor v_weight, Tensor v_scale, float eps, int[] shape=[], str "
+      "Tensor k_scale, Tensor v_weight, Tensor v_scale, float eps, int[]? shape=None, str "
       "activation_format=\"int8\") -> (Tensor q, Tensor k, Tensor v)");
   // x F [..., K], norm_weight F [K], gate_ and up_weight W of I x K, sub_norm_weight F [I],
   //   down_weight W of N x I, scales float32 [1], per row or S, activation "relu2", "silu" or
@@ -83,7 +83,7 @@ BITNET_LIBRARY(m) {
   m.def(
       "mlp_forward(Tensor x, Tensor norm_weight, Tensor gate_weight, Tensor gate_scale, "
       "Tensor up_weight, Tensor up_scale, Tensor? sub_norm_weight, Tensor down_weight, "
-      "Tensor down_scale, float eps, str activation, int[] shape=[], str "
+      "Tensor down_scale, float eps, str activation, int[]? shape=None, str "
       "activation_format=\"int8\") -> Tensor");
   // Over a pool of blocks, read where it lies: query F [tokens, H, D] of all sequences, one behind
   //   the other; pools C [blocks, block_size, KV, D] with any strides of the first three
@@ -124,9 +124,9 @@ BITNET_LIBRARY(m) {
   // x F [..., K], weight F [V, K], or weight and scale as quantize_head returns them, or W and S,
   //   shape [V, K], needed with W; without it an int4 weight has all its padded rows
   //   -> float32 [..., V]
-  m.def("lm_head(Tensor x, Tensor weight, Tensor? scale=None, int[] shape=[]) -> Tensor");
+  m.def("lm_head(Tensor x, Tensor weight, Tensor? scale=None, int[]? shape=None) -> Tensor");
   // ids int64 [...], weight, scale and shape as for lm_head -> float32 [..., K]
-  m.def("embedding(Tensor ids, Tensor weight, Tensor? scale=None, int[] shape=[]) -> Tensor");
+  m.def("embedding(Tensor ids, Tensor weight, Tensor? scale=None, int[]? shape=None) -> Tensor");
   // logits float32 [R, V], temperature, top_p, min_p and uniforms float64 [R], top_k int64 [R];
   //   edits of single logits: those of row r are edit_starts[r] .. edit_starts[r + 1] (int64
   //   [R + 1]) of edit_ids int64 [E] and edits float32 [E, 3] (bias, repetition, subtracted)

@@ -33,7 +33,7 @@ std::tuple<Tensor, Tensor, Tensor> qkv_forward(const Tensor& x_in, const Tensor&
                                                const Tensor& q_weight, const Tensor& q_scale,
                                                const Tensor& k_weight, const Tensor& k_scale,
                                                const Tensor& v_weight, const Tensor& v_scale,
-                                               double eps, std::vector<int64_t> shapes,
+                                               double eps, OptionalInts shapes,
                                                std::string activation_format) {
   const Check check("qkv_forward");
   check_input(check, x_in, norm_weight, eps);
@@ -64,7 +64,7 @@ Tensor mlp_forward(const Tensor& x_in, const Tensor& norm_weight, const Tensor& 
                    const Tensor& gate_scale, const Tensor& up_weight, const Tensor& up_scale,
                    std::optional<Tensor> sub_norm_weight, const Tensor& down_weight,
                    const Tensor& down_scale, double eps, std::string activation,
-                   std::vector<int64_t> shapes, std::string activation_format) {
+                   OptionalInts shapes, std::string activation_format) {
   const Check check("mlp_forward");
   check_input(check, x_in, norm_weight, eps);
   const auto [gate_shape, up_shape, down_shape] = matrix_shapes<3>(check, shapes);

@@ -178,7 +178,7 @@ std::tuple<Tensor, Tensor> quantize_head(const Tensor& weight_in, std::string fo
 }
 
 Tensor lm_head(const Tensor& x_in, const Tensor& weight, std::optional<Tensor> scale,
-               std::vector<int64_t> weight_shape) {
+               OptionalInts weight_shape) {
   const Check check("lm_head");
   const auto [stated] = matrix_shapes<1>(check, weight_shape);
   check.float_dtype(x_in, "x");
@@ -197,7 +197,7 @@ Tensor lm_head(const Tensor& x_in, const Tensor& weight, std::optional<Tensor> s
 }
 
 Tensor embedding(const Tensor& ids_in, const Tensor& weight, std::optional<Tensor> scale,
-                 std::vector<int64_t> weight_shape) {
+                 OptionalInts weight_shape) {
   const Check check("embedding");
   const auto [stated] = matrix_shapes<1>(check, weight_shape);
   check.dtype(ids_in, "ids", ScalarType::Long);

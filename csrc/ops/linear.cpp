@@ -88,7 +88,7 @@ std::tuple<Tensor, Tensor> quantize_activations(const Tensor& x_in, std::string 
 }
 
 Tensor gemv(const Tensor& weight, const Tensor& x, const std::optional<Tensor>& x_scale,
-            const std::optional<Tensor>& weight_scale, std::vector<int64_t> shape) {
+            const std::optional<Tensor>& weight_scale, OptionalInts shape) {
   const Check check("gemv");
   const auto [stated] = matrix_shapes<1>(check, shape);
   check.dtype(x, "x", ScalarType::Char);
@@ -98,7 +98,7 @@ Tensor gemv(const Tensor& weight, const Tensor& x, const std::optional<Tensor>& 
 }
 
 Tensor gemm(const Tensor& weight, const Tensor& x, const std::optional<Tensor>& x_scale,
-            const std::optional<Tensor>& weight_scale, std::vector<int64_t> shape) {
+            const std::optional<Tensor>& weight_scale, OptionalInts shape) {
   const Check check("gemm");
   const auto [stated] = matrix_shapes<1>(check, shape);
   check.dtype(x, "x", ScalarType::Char);
@@ -108,7 +108,7 @@ Tensor gemm(const Tensor& weight, const Tensor& x, const std::optional<Tensor>& 
 }
 
 Tensor linear(const Tensor& x_in, const Tensor& weight, const Tensor& weight_scale,
-              const std::optional<Tensor>& bias, std::vector<int64_t> weight_shape,
+              const std::optional<Tensor>& bias, OptionalInts weight_shape,
               std::string activation_format) {
   const Check check("linear");
   const auto [stated] = matrix_shapes<1>(check, weight_shape);

@@ -125,7 +125,7 @@ Tensor hadamard(const Tensor& x_in, const Tensor& signs, bool inverse) {
 }
 
 Tensor rope(const Tensor& x_in, const Tensor& positions_in, const Tensor& inv_freq_in,
-            double attention_factor, std::vector<int64_t> sections) {
+            double attention_factor, OptionalInts sections) {
   const Check check("rope");
   check.float_dtype(x_in, "x");
   check.min_dim(x_in, "x", 2);

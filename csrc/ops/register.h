@@ -19,6 +19,10 @@
 
 namespace bitnet::ops {
 
+// `int[]?` of a schema, where none says as little as an empty list does. `int[] x=[]` is not
+// enough: a module that torch compiled for C++ (AOTInductor) passes none for an empty list.
+struct OptionalInts : std::vector<int64_t> {};
+
 // An argument as torch passes it, taken over from it.
 template <class T>
 struct Argument {
@@ -53,6 +57,13 @@ struct Argument<std::optional<std::vector<Tensor>>> {
         torch::stable::detail::to<std::optional<std::vector<AtenTensorHandle>>>(value);
     if (!given.has_value()) return std::nullopt;
     return Argument<std::vector<Tensor>>::of(*given);
+  }
+};
+template <>
+struct Argument<OptionalInts> {
+  static OptionalInts take(StableIValue value) {
+    return {torch::stable::detail::to<std::optional<std::vector<int64_t>>>(value).value_or(
+        std::vector<int64_t>())};
   }
 };
 template <>

@@ -251,7 +251,13 @@ def test_parts_of_published_tokenizers_are_taken(part: dict[str, Any], tmp_path:
     assert tokenizer_with(tmp_path, **part).encode("In the") is not None
 
 
-def test_what_the_library_panics_at_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_a_server", [False, True])
+def test_what_the_library_panics_at_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, in_a_server: bool
+) -> None:
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    if in_a_server:  # which sets it, so that other threads go on
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     tokenizer = Tokenizer.from_dir(DEMO_DIR)
 
     class PanicException(BaseException):
@@ -260,6 +266,8 @@ def test_what_the_library_panics_at_is_one_line(monkeypatch: pytest.MonkeyPatch)
     class Panics:
         def encode(self, *_: Any, **__: Any) -> None:
             raise PanicException("index out of bounds")
+
+        encode_batch = encode
 
     monkeypatch.setattr(tokenizer, "_backend", Panics())
     chat = ChatText("a", Panics())

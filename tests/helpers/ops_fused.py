@@ -46,9 +46,9 @@ def _is_gain(arg: Any) -> bool:
 # qkv_forward --------------------------------------------------------------------------------------
 
 
-def _shapes(shape: Sequence[int]) -> list[Sequence[int]]:
+def _shapes(shape: Sequence[int] | None) -> list[Sequence[int]]:
     """N and K of each of the three weights."""
-    return [shape[i : i + 2] for i in (0, 2, 4)]
+    return [(shape or ())[i : i + 2] for i in (0, 2, 4)]
 
 
 def qkv_forward(o: Any, a: Any) -> tuple[Tensor, ...]:

@@ -177,7 +177,7 @@ def lm_head(
     x: Tensor,
     weight: Tensor,
     scale: Tensor | None = None,
-    shape: Sequence[int] = (),
+    shape: Sequence[int] | None = None,
 ) -> Tensor:
     """F [..., K] times a head in any format -> float32 [..., V]."""
     if scale is None:
@@ -353,7 +353,7 @@ def embedding(
     ids: Tensor,
     weight: Tensor,
     scale: Tensor | None = None,
-    shape: Sequence[int] = (),
+    shape: Sequence[int] | None = None,
 ) -> Tensor:
     """Rows of a head in any format, int64 [...] -> float32 [..., K]."""
     if scale is None:

@@ -57,7 +57,7 @@ def gemv(
     x: Tensor,
     x_scale: Tensor | None = None,
     weight_scale: Tensor | None = None,
-    shape: Sequence[int] = (),
+    shape: Sequence[int] | None = None,
 ) -> Tensor:
     """packed [N, R] times int8 [K] -> int32 [N], or float32 [N] with both scales."""
     x_scale = None if x_scale is None else x_scale.reshape(1)
@@ -125,7 +125,7 @@ def gemm(
     x: Tensor,
     x_scale: Tensor | None = None,
     weight_scale: Tensor | None = None,
-    shape: Sequence[int] = (),
+    shape: Sequence[int] | None = None,
 ) -> Tensor:
     """packed [N, R] times int8 [M, K] -> int32 [M, N], or float32 [M, N] with both scales."""
     codes = codes_of(weight, x.shape[-1], shape)
@@ -216,7 +216,7 @@ def linear(
     weight: Tensor,
     weight_scale: Tensor,
     bias: Tensor | None = None,
-    shape: Sequence[int] = (),
+    shape: Sequence[int] | None = None,
     activation_format: str = "int8",
 ) -> Tensor:
     """F [..., K] -> x.dtype [..., N]."""

@@ -410,7 +410,7 @@ def rope(
     positions: Tensor,
     inv_freq: Tensor,
     attention_factor: float = 1.0,
-    sections: Sequence[int] = (),
+    sections: Sequence[int] | None = None,
 ) -> Tensor:
     """F [..., H, D] rotated by positions [...]; half-split; products and sum in float32.
 
@@ -511,6 +511,7 @@ spec(
             x.reshape(-1, 4, 16), torch.full((len(x),), 7), frequencies(16)
         )
     },
+    list_lengths={"sections": 3},
     empty={
         "": lambda: (torch.empty(2**20, 0, 8), torch.zeros(2**20, dtype=torch.int64),
                      frequencies(8)),

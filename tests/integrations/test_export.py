@@ -7,11 +7,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import bitnet_ops
+from op_catalogue import SPECS
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "export"
@@ -49,6 +52,47 @@ def test_packages_take_any_number_of_tokens(exported: Path, tokens: int) -> None
             assert torch.equal(layer(*given, *caches[:2]), eager(*given, *caches[2:]))
         assert torch.equal(caches[0], caches[2]) and torch.equal(caches[1], caches[3])
         assert caches[0].any()
+
+
+class Ops(torch.nn.Module):
+    """Calls of ops by name, one behind the other, with arguments that are the module's own."""
+
+    def __init__(self, calls: dict[str, dict[str, Any]]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def forward(self, _: Tensor) -> list[Tensor]:
+        results = []
+        for op, arguments in self.calls.items():
+            result = getattr(torch.ops.bitnet, op)(**arguments)
+            results += [result] if isinstance(result, Tensor) else result
+        return results
+
+
+@pytest.mark.slow
+def test_lists_may_be_left_out_of_what_is_compiled(tmp_path: Path) -> None:
+    """torch gives a compiled op none where its caller gave no list, or an empty one."""
+    calls: dict[str, dict[str, Any]] = {}
+    for op, spec in SPECS.items():
+        optional = {
+            a.name
+            for a in getattr(torch.ops.bitnet, op).default._schema.arguments
+            if str(a.type) in ("List[int]", "Optional[List[int]]") and a.has_default_value()
+        }
+        if optional:
+            arguments = next(iter(spec.calls.values())).arguments()
+            calls[op] = {k: v for k, v in arguments.items() if k not in optional}
+            assert not optional & calls[op].keys()
+    assert calls.keys() >= {"gemv", "linear", "qkv_forward", "lm_head", "embedding", "rope"}
+    module, x = Ops(calls), torch.zeros(1)
+    with torch.no_grad():
+        program = torch.export.export(module, (x,))
+        file = str(tmp_path / "ops.pt2")
+        torch._inductor.aoti_compile_and_package(program, package_path=file)
+        for ours, expected in zip(
+            torch._inductor.aoti_load_package(file)(x), module(x), strict=True
+        ):
+            assert torch.equal(ours, expected)
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ for op, spec in SPECS.items():
 pages = int(open("/proc/self/statm").read().split()[0])
 limit = pages * 4096 + (2 << 30)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+LISTS = "List[int]", "Optional[List[int]]"
 VALUES = (2**31, 2**31 - 1, 2**32 + 1, 2**61 + 1, 2**62, 2**63 - 1, 2**63 - 15, -1, -16, -(2**63))
 
 def report(label, call):
@@ -46,12 +47,12 @@ for key in sorted(calls):
     op = key.split()[0]
     for argument in getattr(torch.ops.bitnet, op).default._schema.arguments:
         type_name = str(argument.type)
-        if type_name not in ("int", "Optional[int]", "List[int]") or argument.name == "dtype":
+        if type_name not in ("int", "Optional[int]", *LISTS) or argument.name == "dtype":
             continue
         for value in VALUES:
-            if type_name == "List[int]":
+            if type_name in LISTS:
                 count = SPECS[op].list_lengths[argument.name]
-                good = list(calls[key].get(argument.name, ())) or [160] * count
+                good = list(calls[key].get(argument.name) or [160] * count)
                 wrongs = [good[:i] + [value] + good[i + 1:] for i in range(count)]
             else:
                 wrongs = [value]

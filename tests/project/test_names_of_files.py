@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import io
 import re
 import subprocess
@@ -98,3 +99,9 @@ def test_a_name_without_a_file_is_found(line: str) -> None:
     there = endings(["docs/guide/faq.md", "csrc/engine/head.h"])
     assert missing(iter([line]), there)
     assert not missing(iter(["engine/head.h, faq.md, ../guide/faq.md, llama.cpp, a.h.in"]), there)
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """pytest imports them by their names, and would collect one of them."""
+    names = collections.Counter(Path(f).name for f in tracked() if f.startswith("tests/"))
+    assert not [n for n, count in names.items() if n.startswith("test_") and count > 1]

@@ -16,7 +16,7 @@ __all__ = [
 ]
 
 
-def _rows(weight: Tensor, shape: Sequence[int]) -> int:
+def _rows(weight: Tensor, shape: Sequence[int] | None) -> int:
     if shape:
         return shape[0]
     return weight.shape[0] * 16 if weight.dtype == torch.uint8 else weight.shape[0]
@@ -60,7 +60,7 @@ def lm_head(
     x: Tensor,
     weight: Tensor,
     scale: Tensor | None = None,
-    shape: Sequence[int] = (),
+    shape: Sequence[int] | None = None,
 ) -> Tensor:
     """Logits of an output head: `x @ weight.T`, the weight dense, int8 or int4.
 
@@ -92,7 +92,7 @@ def embedding(
     ids: Tensor,
     weight: Tensor,
     scale: Tensor | None = None,
-    shape: Sequence[int] = (),
+    shape: Sequence[int] | None = None,
 ) -> Tensor:
     """Rows of an embedding matrix stored like a head: the weight itself, or `code * scale`.
 

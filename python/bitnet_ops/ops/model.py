@@ -34,7 +34,7 @@ def qkv_forward(
     v_weight: Tensor,
     v_scale: Tensor,
     eps: float,
-    shape: Sequence[int] = (),
+    shape: Sequence[int] | None = None,
     activation_format: str = "int8",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Norm, quantisation and the three attention projections in one op.
@@ -56,10 +56,11 @@ def qkv_forward(
         RuntimeError: as `rms_norm` and `linear`.
     Source: transformers BitNetAttention.
     """
+    sizes = shape or ()
     return (
-        x.new_empty(projection_shape(x, q_weight, shape[0:2])),
-        x.new_empty(projection_shape(x, k_weight, shape[2:4])),
-        x.new_empty(projection_shape(x, v_weight, shape[4:6])),
+        x.new_empty(projection_shape(x, q_weight, sizes[0:2])),
+        x.new_empty(projection_shape(x, k_weight, sizes[2:4])),
+        x.new_empty(projection_shape(x, v_weight, sizes[4:6])),
     )
 
 
@@ -76,7 +77,7 @@ def mlp_forward(
     down_scale: Tensor,
     eps: float,
     activation: str,
-    shape: Sequence[int] = (),
+    shape: Sequence[int] | None = None,
     activation_format: str = "int8",
 ) -> Tensor:
     """Norm, gate and up, activation, sub-norm and down projection in one op; no residual inside.
@@ -105,7 +106,7 @@ def mlp_forward(
         RuntimeError: as `rms_norm` and `linear`; another activation.
     Source: transformers BitNetMLP, LlamaMLP.
     """
-    return x.new_empty(projection_shape(x, down_weight, shape[4:]))
+    return x.new_empty(projection_shape(x, down_weight, (shape or ())[4:]))
 
 
 @operator

@@ -152,7 +152,7 @@ def rope(
     positions: Tensor,
     inv_freq: Tensor,
     attention_factor: float = 1.0,
-    sections: Sequence[int] = (),
+    sections: Sequence[int] | None = None,
 ) -> Tensor:
     """Rotate heads by position, half-split ("NeoX"): `x * cos + (-x[D/2:], x[:D/2]) * sin`.
 

@@ -23,12 +23,12 @@ __all__ = [
 ]
 
 
-def _rows(weight: Tensor, shape: Sequence[int]) -> int:
+def _rows(weight: Tensor, shape: Sequence[int] | None) -> int:
     """N of a canonical weight [N, R], or of a CPU-specific layout, which is padded."""
     return shape[0] if shape else weight.shape[0]
 
 
-def projection_shape(x: Tensor, weight: Tensor, shape: Sequence[int]) -> list[int]:
+def projection_shape(x: Tensor, weight: Tensor, shape: Sequence[int] | None) -> list[int]:
     """The shape [..., N] of a projection of x [..., K]."""
     return [*x.shape[:-1], _rows(weight, shape)]
 
@@ -168,7 +168,7 @@ def gemv(
     x: Tensor,
     x_scale: Tensor | None = None,
     weight_scale: Tensor | None = None,
-    shape: Sequence[int] = (),
+    shape: Sequence[int] | None = None,
 ) -> Tensor:
     """Ternary matrix times one int8 vector (M = 1): `y[n] = sum_k w[n, k] * x[k]`.
 
@@ -198,7 +198,7 @@ def gemm(
     x: Tensor,
     x_scale: Tensor | None = None,
     weight_scale: Tensor | None = None,
-    shape: Sequence[int] = (),
+    shape: Sequence[int] | None = None,
 ) -> Tensor:
     """Ternary matrix times M int8 vectors: `y[m, n] = sum_k w[n, k] * x[m, k]`.
 
@@ -224,7 +224,7 @@ def linear(
     weight: Tensor,
     weight_scale: Tensor,
     bias: Tensor | None = None,
-    shape: Sequence[int] = (),
+    shape: Sequence[int] | None = None,
     activation_format: str = "int8",
 ) -> Tensor:
     """A BitNet linear: `quantize_activations`, `gemm` with both scales, plus bias, rounded once.
