@@ -151,7 +151,7 @@ def load(
         mmproj: of a model that is converted now, the GGUF file with its tower for pictures; None:
             the checkpoint's own, or the mmproj file in the folder of a GGUF file.
     Returns the LanguageModel.
-    Raises LoadError, loading.resolve.HubError, convert.ConvertError, config.UnsupportedModelError,
+    Raises LoadError, loading.hub.HubError, convert.ConvertError, config.UnsupportedModelError,
     config.attention.AttentionPolicyError, config.sparsity.ActivationSparsityError,
     formats.sglbitnt.SglbitntError, models.TensorError, lora.LoraError or tokenizer.TokenizerError:
     one line that names what is wrong.

@@ -24,7 +24,7 @@ from bitnet_ops.formats import sglbitnt
 from bitnet_ops.integrations.plugin import Plugin
 from bitnet_ops.integrations.sglang import launch, serving
 from bitnet_ops.language_model import DEMO_DIR
-from bitnet_ops.loading import resolve
+from bitnet_ops.loading import hub
 from bitnet_ops.loading.weights import load_model
 
 TESTED = plugin.PLUGIN.tested[0]
@@ -245,7 +245,7 @@ def test_ranks_share_the_processors(monkeypatch, cpus, count, bound, threads):
 
 def test_an_id_of_the_hub_is_the_folder_where_it_lies(installed, tmp_path, capsys, monkeypatch):
     folder = write_config(tmp_path)
-    monkeypatch.setattr(resolve, "local_path", lambda path: {"org/name": tmp_path}[path])
+    monkeypatch.setattr(hub, "local_path", lambda path: {"org/name": tmp_path}[path])
     assert main(["sglang", "org/name", "--per-layer", "--print"]) == 0
     assert folder in capsys.readouterr().out.splitlines()
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,16 @@ import pytest
 import torch
 
 import beside
+import vision_models
 from bitnet_ops import conversions as converting
 from bitnet_ops.cli import main
 from bitnet_ops.convert import ConvertError, convert
 from bitnet_ops.convert.inspect import inspect
 from bitnet_ops.generate.engine import Limits
 from bitnet_ops.language_model import LanguageModel, load
-from bitnet_ops.loading import resolve
-from bitnet_ops.loading.resolve import HubError, LoadError, cache_directory
+from bitnet_ops.loading import hub, resolve
+from bitnet_ops.loading.hub import HubError
+from bitnet_ops.loading.resolve import LoadError, cache_directory
 from cached_models import load_without_warning
 from gguf_models import model_file
 from hf_writer import FAMILIES, make_network, write_checkpoint
@@ -325,14 +328,14 @@ def test_a_folder_of_the_hubs_cache(folder: Path, tmp_path: Path) -> None:
     home = tmp_path / "models--org--name"
     (home / "snapshots").mkdir(parents=True)
     folder.rename(home / "snapshots" / "0123")
-    assert resolve.local_path(home) == home / "snapshots" / "0123"
+    assert hub.local_path(home) == home / "snapshots" / "0123"
     (home / "snapshots" / "4567").mkdir()
     with pytest.raises(HubError, match="expected one revision, got 2 of them"):
-        resolve.local_path(home)
+        hub.local_path(home)
     (home / "refs").mkdir()
     (home / "refs" / "main").write_text("0123")
-    assert resolve.local_path(home) == home / "snapshots" / "0123"
-    assert resolve.local_path(tmp_path) == tmp_path
+    assert hub.local_path(home) == home / "snapshots" / "0123"
+    assert hub.local_path(tmp_path) == tmp_path
 
 
 class FakeHub(types.ModuleType):
@@ -396,7 +399,7 @@ def test_an_id_with_one_gguf_file(gguf_file: Path, cache: Path, install: Install
     assert tokens(load_without_warning("org/name", cache=cache))
     assert fake.patterns == ["model.gguf"]
     (repo / "other.gguf").touch()
-    with pytest.raises(HubError, match="one GGUF file, got model.gguf, other.gguf; choose one"):
+    with pytest.raises(HubError, match=r"one GGUF file, got model.gguf, other.gguf; .*name:model$"):
         load("org/name", cache=cache)
     (repo / "other.gguf").unlink()
     (repo / "model.gguf").rename(repo / "weights.pth")
@@ -461,15 +464,18 @@ def test_paths_win_over_ids(
 @pytest.mark.parametrize(
     "text",
     ["name", "/org/name", "./name", "../name", "org/name/more", "org/model.bin", "org/m.gguf"]
-    + ["~/name", "org/", "/", "", ".", "org/na me", "-x/name", "org/na\0me", "org/name\n"],
+    + ["~/name", "org/", "/", "", ".", "org/na me", "-x/name", "org/na\0me", "org/name\n"]
+    + ["org/name:", "org/name:a/b", "org/name.gguf:a", "C:/name", "org/name: a"],
 )
 def test_what_is_no_id(text: str) -> None:
-    assert not resolve.is_id(text)
+    assert not hub.is_id(text)
 
 
-@pytest.mark.parametrize("text", ["org/name", "microsoft/bitnet-b1.58-2B-4T", "a_b/c.d", "o1/n-x"])
+@pytest.mark.parametrize(
+    "text", ["org/name", "microsoft/bitnet-b1.58-2B-4T", "a_b/c.d", "o1/n-x", "org/name:PQ2_0"]
+)
 def test_what_is_an_id(text: str) -> None:
-    assert resolve.is_id(text) and resolve.is_id(Path(text))
+    assert hub.is_id(text) and hub.is_id(Path(text))
 
 
 def test_an_id_of_a_package_with_all_that_writers_add(
@@ -488,6 +494,7 @@ def test_an_id_of_a_package_with_all_that_writers_add(
 def test_an_id_with_a_tower_beside_its_gguf_file(
     gguf_file: Path, cache: Path, install: Install
 ) -> None:
+    """A model that reads texts alone has no use for one."""
     repo = gguf_file.parent / "repo"
     repo.mkdir()
     shutil.move(gguf_file, repo / "model.gguf")
@@ -495,4 +502,43 @@ def test_an_id_with_a_tower_beside_its_gguf_file(
         (repo / name).touch()
     fake = install(repo)
     assert tokens(load_without_warning("org/name", cache=cache))
-    assert fake.patterns == ["model.gguf"]
+    assert fake.patterns == ["model.gguf"] and len(fake.log) == 2
+
+
+class Copies(FakeHub):
+    """A hub whose snapshot has no more than what was asked for, as the library's."""
+
+    def snapshot_download(self, repo: str, **options: Any) -> str:
+        source = Path(super().snapshot_download(repo, **options))
+        target = source.parent / "snapshot"
+        target.mkdir(exist_ok=True)
+        for name in source.iterdir() if options.get("allow_patterns") else ():
+            if any(fnmatch(name.name, pattern) for pattern in self.patterns):
+                shutil.copyfile(name, target / name.name)
+        return str(target)
+
+
+def test_an_id_with_one_of_many_gguf_files_and_its_tower(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As PrismML publishes: several types, one with a layer that drafts, and a tower."""
+    repo = tmp_path / "repo"
+    made = vision_models.write_gguf(repo)
+    (repo / "mmproj-F16.gguf").rename(repo / "Some-2-2B-mmproj-Q8_0.gguf")
+    for name in ("Some-2-2B-PQ2_0-MTP-Q8_0.gguf", "Some-2-2B-Q2_0.gguf", "mmproj-F16.gguf"):
+        shutil.copyfile(repo / "Some-2-2B-mmproj-Q8_0.gguf", repo / name)
+    made.rename(repo / "Some-2-2B-PQ2_0.gguf")
+    fake = Copies(repo)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
+    for name in ("org/name", "org/name:MTP2"):
+        with pytest.raises(HubError, match=r"Q2_0.gguf; name one behind a colon: org/name:\S+$"):
+            load(name, cache=cache)
+    lm = load_without_warning("org/name:pq2_0", cache=cache)
+    assert lm.images is not None
+    files = {file.name for file in (tmp_path / "snapshot").iterdir()}
+    assert files == {"Some-2-2B-PQ2_0.gguf", "Some-2-2B-mmproj-Q8_0.gguf"}
+    offline = Copies(repo, offline=True, here=True)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", offline)
+    assert load_without_warning("org/name:PQ2_0.gguf", cache=cache).images is not None
+    with pytest.raises(HubError, match="one GGUF file with Q8_0 in its name in .*, got 0"):
+        load("org/name:Q8_0", cache=cache)

@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _convert(args: argparse.Namespace, progress: Progress | None) -> ConvertReport:
     from bitnet_ops.convert import convert
-    from bitnet_ops.loading.resolve import local_path
+    from bitnet_ops.loading.hub import local_path
 
     return convert(
         local_path(args.source),

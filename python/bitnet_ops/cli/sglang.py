@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns SGLang's exit status."""
     from bitnet_ops.conversions import resolve
     from bitnet_ops.integrations.sglang import launch, serving
-    from bitnet_ops.loading.resolve import local_path
+    from bitnet_ops.loading.hub import local_path
 
     launch.check_version(args.untested)
     with tempfile.TemporaryDirectory(prefix="bitnet-ops-sglang-") as temporary:

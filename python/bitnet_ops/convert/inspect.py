@@ -33,8 +33,8 @@ from bitnet_ops.convert.ternary import looks_ternary, uneven_of
 from bitnet_ops.convert.tower import Tower
 from bitnet_ops.formats import gguf, gguf_layouts
 from bitnet_ops.formats.sglbitnt import MODEL_FILE, Reader, SglbitntError, model_file
+from bitnet_ops.loading.hub import local_path
 from bitnet_ops.loading.model_contents import model_config, own_tensors
-from bitnet_ops.loading.resolve import local_path
 from bitnet_ops.models import TensorError, check_names, expected_tensors
 from bitnet_ops.nn.packing import multiplying_scale, unpack_hf
 from bitnet_ops.vision.config import VisionConfig
