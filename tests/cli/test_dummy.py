@@ -23,7 +23,8 @@ from bitnet_ops.models import expected_tensors
 from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.packing import PackedWeight
 from bitnet_ops.vision.config import IMAGE_TOKENS
-from bitnet_ops.vision.weights import load_tower
+from bitnet_ops.vision.weights import load_tower, vision_config
+from bitnet_ops.vision.weights import shapes as vision_shapes
 
 
 def parameters(name: str) -> int:
@@ -53,6 +54,12 @@ def test_shapes_are_those_of_the_real_models() -> None:
         assert rotation is not None
         signs = sum(width for width, _ in rotation.blocks)
         assert parameters(f"bonsai2-{size}") - signs == count
+    for size, count in (("2b", 331_416_576), ("9b", 456_010_480)):  # of mmproj files, to the byte
+        vision = vision_config(CONFIGS[f"bonsai2-{size}-images"])
+        assert vision is not None
+        assert sum(math.prod(shape) for shape in vision_shapes(vision).values()) == count
+        assert vision.out_hidden_size == dummy.config(f"bonsai2-{size}-images").hidden_size
+        assert dummy.config(f"bonsai2-{size}-images").rope_sections == (11, 11, 10)
     assert dummy.config("2b-4t").num_key_value_heads == 5
     assert dummy.config("0.7b").head_dim == 96
 

@@ -24,6 +24,7 @@ from bitnet_ops.convert.inspect import inspect
 from bitnet_ops.convert.report import ConvertReport
 from bitnet_ops.convert.verify import verify
 from bitnet_ops.formats.sglbitnt import Reader
+from bitnet_ops.generate.prompt import PromptRows, RowRuns
 from bitnet_ops.language_model import load
 from bitnet_ops.loading.weights import load_model
 from bitnet_ops.models import TensorError
@@ -305,8 +306,10 @@ def test_a_proof_compares_the_tower(tmp_path: Path, form: str) -> None:
     assert proof["oracle"].startswith("transformers ") and proof["tensors_different"] == 0
     assert proof["rows"] == 6 + 4 + 35 and 0 < proof["relative_difference"] < TOLERANCE
     assert proof["tensors"] == len(towers.shapes(TOWER))
+    assert proof["logits"]["tokens"] == 4 * 12 + 3 * 2 + 45  # words, what frames images, rows
+    assert 0 < proof["logits"]["relative_logit_difference"] < 2e-3
     (line,) = [line for line in report.lines() if "tower for images: 0 of" in line]
-    assert "45 rows" in line
+    assert "45 rows" in line and "99 tokens with images" in line
     found = verify(tmp_path / "out", source)["verification"]
     assert found["tower"] == proof and found["passed"]
     names = [path.name for path in (tmp_path / "source").iterdir() if "mmproj" in path.name]
@@ -336,6 +339,24 @@ def test_a_proof_sees_a_wrong_tower(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(comparison, "tower_features", missing)
     proof = verify(tmp_path / "out", source)["verification"]["tower"]
     assert proof["oracle"] is None and "not installed" in proof["why_not_transformers"]
+
+
+def test_a_proof_sees_images_at_wrong_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = unpacked(tmp_path / "source")
+    convert(source, tmp_path / "out")
+    wrong: dict[str, tuple[type, str, Any]] = {
+        "text goes on behind the last row": (PromptRows, "advance", property(len)),
+        "rows stand one behind another": (RowRuns, "positions", lambda *_: None),
+        "no rows": (RowRuns, "rows", lambda *_: []),
+    }
+    for what, mistake in wrong.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(*mistake)
+            failures = verify(tmp_path / "out", source)["verification"]["failures"]
+        assert any("a logit of a prompt with images off by" in f for f in failures), what
+    assert verify(tmp_path / "out", source)["verification"]["passed"]
 
 
 def test_inspect_says_why_a_checkpoint_has_no_tower(tmp_path: Path) -> None:

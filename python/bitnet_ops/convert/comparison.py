@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.scheme import Storage
 from bitnet_ops.convert.errors import reject
+from bitnet_ops.convert.forward import PictureRows, Prompt
 from bitnet_ops.convert.gguf_source import GgufSource
 from bitnet_ops.convert.hf_source import HfSource
 from bitnet_ops.convert.oracles import (
@@ -40,11 +42,13 @@ from bitnet_ops.convert.source import Plan, Source
 from bitnet_ops.convert.ternary import damage, implausible, implausible_dense
 from bitnet_ops.convert.tower import Tower
 from bitnet_ops.formats.sglbitnt import Reader, model_file
+from bitnet_ops.generate.prompt import PromptRows, split_prompt
 from bitnet_ops.generate.tokenizer import Tokenizer
 from bitnet_ops.loading.weights import load_model
+from bitnet_ops.models.step_batch import SequenceStep, StepBatch
 from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.packing import BLOCK, spread_scales
-from bitnet_ops.vision.weights import PREFIX, load_tower, shapes
+from bitnet_ops.vision.weights import PREFIX, load_tower, shapes, vision_config
 
 PIECE_TOKENS = 512  # of a text; a plain forward's attention is quadratic
 MAX_TEXT_TOKENS = 4096
@@ -57,7 +61,11 @@ NUDGE = 2.0**-17  # of embedded values: what a float32 forward's roundings amoun
 # of the largest value of a row of an image: float32 sums in another order reach 1e-6, and the
 # smallest mistake of the maths is above this
 MAX_TOWER_DIFFERENCE = 1e-4
+# of the largest logit of a prompt with images; in a model of random weights, which magnifies
+# more than a trained one, 16-bit activations reach 4e-4 and wrong positions 6e-2
+MAX_IMAGE_DIFFERENCE = 1e-2
 TOWER_GRIDS = [(4, 6), (2, 8), (10, 14)]  # rows and columns of patches
+IMAGE_WORDS = 12  # of the text before each image and behind the last
 MAX_LOSS_DIFFERENCE = 0.02  # nats per token on a few hundred tokens; 0.001 over ten thousand
 
 # Our own words, plain English with figures, a list and a line break, so that a tokenizer has work.
@@ -70,6 +78,9 @@ opened it in the middle, and read: "Fog until ten. Repaired the stairs. Bread, o
 not much of a story; but day after day the same hand had looked at the same water, and what it had
 seen was different each time. She put the kettle on, sat down by the window and began to read.
 """
+
+
+_Ids = Sequence["int | PromptRows"]  # a prompt as ours
 
 
 @dataclass
@@ -195,10 +206,22 @@ class TowerComparison:
     why_not_transformers: str | None = None
     rows: int = 0
     relative_difference: float = 0.0
+    # of a prompt of words and these images, without roundings to 8 bits
+    logits: LogitComparison = field(default_factory=LogitComparison)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, JSON-ready."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {**values, "logits": self.logits.to_dict()}
 
     def failures(self) -> list[str]:
         """One sentence for every bound that is broken; NaN breaks them."""
         found = []
+        if not (self.logits.finite and self.logits.relative <= MAX_IMAGE_DIFFERENCE):
+            found.append(
+                f"a logit of a prompt with images off by {self.logits.relative:.3g} of the largest "
+                f"(at most {MAX_IMAGE_DIFFERENCE:.3g})"
+            )
         if self.tensors_different:
             found.append(f"{self.tensors_different} of {self.tensors} tensors of the tower differ")
         if not self.relative_difference <= MAX_TOWER_DIFFERENCE:
@@ -236,7 +259,7 @@ class Verification:
             if isinstance(value, LogitComparison):
                 values[name] = value.to_dict()
             elif isinstance(value, TowerComparison):
-                values[name] = dataclasses.asdict(value)
+                values[name] = value.to_dict()
         return {**values, "passed": not self.failures}
 
 
@@ -262,22 +285,67 @@ def verify_conversion(
     if not all(bool(torch.isfinite(logits).all()) for logits in reference):
         result.damage.append("the source's own logits are not finite")
     result.logits = _compared(sequences, reference, ours)
-    if not plan.scheme.rounds_activations:
-        floating = PlainOracle(source, int8_activations=False).logits(sequences)
-        result.floating_activations = _compared(sequences, floating, ours)
     if result.logits.failures():
         plain = oracle if isinstance(oracle, PlainOracle) else plain_oracle(source)
         undisturbed = reference if plain is oracle else plain.logits(sequences)
         result.noise = _compared(sequences, undisturbed, plain.logits(sequences, NUDGE))
-    if source.tower is not None:
-        result.tower = compare_tower(source.tower, file)
-        result.failures += result.tower.failures()
+    _compare_unrounded(source, file, sequences, ours, result)
     result.failures += [*result.damage, *result.logits.failures(result.noise)]
     return result
 
 
-def compare_tower(tower: Tower, file: Path) -> TowerComparison:
-    """The tower of a source with the one in the model file that was made of it, in float32."""
+def _compare_unrounded(
+    source: Source,
+    file: Path,
+    sequences: list[list[int]],
+    ours: list[Tensor],
+    result: Verification,
+) -> None:
+    """With activations that are not rounded: the source's own arithmetic, and images in prompts.
+
+    Rounding to 8 bits would hide wrong positions of images, so ours rounds to 16.
+    """
+    texts = [] if source.plan.scheme.rounds_activations else sequences
+    if not texts and source.tower is None:
+        return
+    prompts = list[Prompt](texts)
+    if source.tower is not None:
+        result.tower, theirs, own = compare_tower(source.tower, file)
+        expected, given = _with_images(file, sequences[0], theirs, own)
+        prompts.append(expected)
+    floating = plain_oracle(source, int8_activations=False).logits(prompts)
+    if texts:
+        result.floating_activations = _compared(texts, floating[: len(texts)], ours)
+    if result.tower is not None:
+        found = our_logits(file, [given], "int16_group")
+        ids = list(split_prompt(given, source.plan.config.hidden_size)[0])
+        result.tower.logits = _compared([ids], floating[len(texts) :], found)
+        result.failures += result.tower.failures()
+
+
+def _with_images(
+    file: Path, words: list[int], theirs: list[Tensor], ours: list[Tensor]
+) -> tuple[Prompt, _Ids]:
+    """A prompt with images between words, for the plain forward and for us, with rows of each."""
+    with Reader(file, check_codes=False) as reader:
+        config = vision_config(reader.config)
+    assert config is not None
+    start, end = config.vision_start_token_id, config.vision_end_token_id
+    expected: list[int | PictureRows] = []
+    found: list[int | PromptRows] = []
+    grids = [(height // 2, width // 2) for height, width in TOWER_GRIDS]
+    for i, (grid, rows, own) in enumerate(zip(grids, theirs, ours, strict=True)):
+        before = [*words[IMAGE_WORDS * i : IMAGE_WORDS * (i + 1)], start]
+        expected += [*before, PictureRows(rows, *grid), end]
+        found += [*before, PromptRows(own, config.image_token_id, None, grid), end]
+    return [*expected, *words[:IMAGE_WORDS]], [*found, *words[:IMAGE_WORDS]]
+
+
+def compare_tower(tower: Tower, file: Path) -> tuple[TowerComparison, list[Tensor], list[Tensor]]:
+    """The tower of a source with the one in the model file that was made of it, in float32.
+
+    And the rows of three images by the reference and by ours; ours twice without a reference.
+    """
     result = TowerComparison()
     with Reader(file, check_codes=False) as reader:
         for name in shapes(tower.config):
@@ -288,18 +356,20 @@ def compare_tower(tower: Tower, file: Path) -> TowerComparison:
     counts = [height * width for height, width in TOWER_GRIDS]
     pixels = torch.rand(sum(counts), tower.config.patch_features, generator=generator) * 2 - 1
     twice = pixels.view(-1, 3, 1, tower.config.patch_size**2).repeat(1, 1, 2, 1).flatten(1)
+    loaded = load_tower(file)
+    assert loaded is not None
+    with torch.inference_mode():
+        ours = list(loaded(pixels, TOWER_GRIDS))
     try:
         result.oracle, expected = tower_features(tower, twice, TOWER_GRIDS)
     except OracleUnavailable as error:
         result.why_not_transformers = str(error)
-        return result
-    ours = load_tower(file)
-    assert ours is not None
-    found, reference = torch.cat(ours(pixels, TOWER_GRIDS)), torch.cat(expected)
+        return result, ours, ours
+    found, reference = torch.cat(ours), torch.cat(expected)
     result.rows = len(found)
     largest = float(reference.abs().max())
     result.relative_difference = float((found - reference).abs().max()) / max(largest, 1e-30)
-    return result
+    return result, expected, ours
 
 
 def _compared(
@@ -324,8 +394,11 @@ def choose_oracle(source: Source) -> tuple[Oracle, str | None]:
         return plain_oracle(source), str(error)
 
 
-def plain_oracle(source: Source) -> PlainOracle:
-    return GgufOracle(source) if isinstance(source, GgufSource) else PlainOracle(source)
+def plain_oracle(source: Source, *, int8_activations: bool = True) -> PlainOracle:
+    """A plain forward over a source of any kind."""
+    if isinstance(source, GgufSource):
+        return GgufOracle(source, int8_activations=int8_activations)
+    return PlainOracle(source, int8_activations=int8_activations)
 
 
 def sample_sequences(folder: Path, plan: Plan) -> tuple[list[list[int]], str]:
@@ -430,11 +503,23 @@ def _judge_weights(
 
 
 @torch.inference_mode()
-def our_logits(file: Path, sequences: list[list[int]]) -> list[Tensor]:
+def our_logits(
+    file: Path, prompts: Sequence[_Ids], activation_format: str | None = None
+) -> list[Tensor]:
     """fp32 logits [T, V] of the converted model, through torch.ops.bitnet."""
     model = load_model(file, head_format="stored")
+    if activation_format is not None:
+        model.set_activation_format(activation_format)
     result = []
-    for ids in sequences:
-        cache = KVCache(model.config, 1, len(ids), torch.float32)
-        result.append(model(torch.tensor([ids]), cache)[0])
+    for prompt in prompts:
+        ids, runs = split_prompt(prompt, model.config.hidden_size)
+        count = len(ids)
+        cache = KVCache(model.config, 1, count, torch.float32)
+        cache.prepare(count)
+        slot = cache.slots[0]  # -1: the model keeps no states
+        state = (slot, 0, 0) if slot >= 0 else None
+        step = SequenceStep(ids, 0, cache.blocks[0], count, state=state)
+        if runs is not None:
+            step = step._replace(axes=runs.positions(0, count), rows=runs.rows(0, count))
+        result.append(model.step(StepBatch.of([step], cache.pool.block_size), cache.pool))
     return result

@@ -50,6 +50,8 @@ class Maths:
     delta_net: layers without attention. output_gate: what attention gives is multiplied by the
         sigmoid of a gate, which lies behind each head's query. Fewer frequencies than pairs in a
         head turn its first features alone.
+    sections: how many of the turning pairs go by time, height and width of rows of pictures, one
+        after the other until height's and width's are used up (Qwen3.5); empty: all go by time.
     blocks: of each input width that a Hadamard matrix transforms, after the signs that are called
         model.rotation.<width>. plain: modules with inputs of such widths that it leaves alone.
     """
@@ -76,10 +78,21 @@ class Maths:
     tied: bool = False
     delta_net: DeltaNet | None = None
     output_gate: bool = False
+    sections: Sequence[int] = ()
     blocks: Mapping[int, int] = field(default_factory=dict)
     plain: Collection[str] = ()
 
 
+@dataclass(frozen=True)
+class PictureRows:
+    """Rows of a picture in the place of tokens: [height * width, hidden], row after row of it."""
+
+    rows: Tensor
+    height: int
+    width: int
+
+
+Prompt = Sequence["int | PictureRows"]
 Get = Callable[[str], Tensor]
 
 
@@ -105,29 +118,39 @@ class Forward:
         self.maths, self._read, self._int8, self._note = maths, read, int8, note
         self._nudge = nudge
 
-    def logits(self, sequences: Sequence[list[int]]) -> list[Tensor]:
-        """float64 logits [T, V] of every sequence of token ids."""
+    def logits(self, sequences: Sequence[Prompt]) -> list[Tensor]:
+        """float64 logits [T, V] of every sequence of token ids and pictures."""
         states = self.hidden(sequences)
         name = "model.embed_tokens" if self.maths.tied else "lm_head"
         states = [self._rotated(x, name) for x in states]
         pieces = self._read(f"{name}.weight").split(_HEAD_ROWS)
         return [torch.cat([x @ piece.double().t() for piece in pieces], dim=1) for x in states]
 
-    def hidden(self, sequences: Sequence[list[int]]) -> list[Tensor]:
+    def hidden(self, sequences: Sequence[Prompt]) -> list[Tensor]:
         """float64 states [T, hidden] behind the last norm."""
         m = self.maths
         embedding = self._read("model.embed_tokens.weight")
-        rows = [embedding[torch.tensor(ids)].double() for ids in sequences]
-        states = [self._rotated_back(x, "model.embed_tokens") * m.embedding for x in rows]
+        states = [self._embedded(prompt, embedding) for prompt in sequences]
+        places = [_places(prompt) for prompt in sequences]
         if self._nudge:
             g = torch.Generator().manual_seed(0)
             signs = [torch.rand(x.shape, generator=g, dtype=torch.float64) * 2 - 1 for x in states]
             states = [x * (1 + self._nudge * s) for x, s in zip(states, signs, strict=True)]
         for layer in range(m.layers):
             get = self._getter(f"model.layers.{layer}.")
-            states = [self._layer(x, get, layer) for x in states]
+            states = [self._layer(x, get, layer, p) for x, p in zip(states, places, strict=True)]
         norm = self._read("model.norm.weight").double()
         return [_rms_norm(x, norm, m.eps) / m.logits for x in states]
+
+    def _embedded(self, prompt: Prompt, embedding: Tensor) -> Tensor:
+        parts = []
+        for part in prompt:
+            if isinstance(part, PictureRows):
+                parts.append(part.rows.double())
+            else:
+                row = self._rotated_back(embedding[part].double()[None], "model.embed_tokens")
+                parts.append(row * self.maths.embedding)
+        return torch.cat(parts)
 
     def _getter(self, prefix: str) -> Get:
         """The tensors of a layer by the rest of their names, each read once."""
@@ -159,11 +182,13 @@ class Forward:
         found = self._rotation(x.shape[-1], module)
         return x if found is None else _by_hadamard(x, found[0]) * found[1]
 
-    def _layer(self, x: Tensor, get: Get, layer: int) -> Tensor:
+    def _layer(self, x: Tensor, get: Get, layer: int, places: Tensor) -> Tensor:
         m = self.maths
-        linear = m.delta_net is not None and layer in m.delta_net.layers
-        mixed = self._delta_net if linear else self._attention
-        a = mixed(_rms_norm(x, get("input_layernorm"), m.eps), get, layer) * m.residual
+        h = _rms_norm(x, get("input_layernorm"), m.eps)
+        if m.delta_net is not None and layer in m.delta_net.layers:
+            a = self._delta_net(h, get, layer) * m.residual
+        else:
+            a = self._attention(h, get, layer, places) * m.residual
         if not m.post_norms:
             x = x + a
             y = self._mlp(_rms_norm(x, get("post_attention_layernorm"), m.eps), get, layer)
@@ -196,7 +221,7 @@ class Forward:
             self._note(x * multiplier)
         return (x * multiplier).round().clamp(-128, 127) / multiplier
 
-    def _attention(self, h: Tensor, get: Get, layer: int) -> Tensor:
+    def _attention(self, h: Tensor, get: Get, layer: int, places: Tensor) -> Tensor:
         m, tokens = self.maths, len(h)
         q, k, v = (self._linear(h, f"self_attn.{p}_proj", get, layer) for p in "qkv")
         q, k, v = (x.view(tokens, heads, -1) for x, heads in
@@ -206,7 +231,9 @@ class Forward:
         if m.qk_norm:
             q = _rms_norm(q, get("self_attn.q_norm"), m.eps)
             k = _rms_norm(k, get("self_attn.k_norm"), m.eps)
-        q, k = (_rotate(x, *m.rope[layer]) for x in (q, k))
+        frequencies, factor = m.rope[layer]
+        angles = _angles(places, frequencies.double(), m.sections)
+        q, k = (_rotate(x, angles, factor) for x in (q, k))
         group = m.heads // m.kv_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         back = torch.arange(tokens)[:, None] - torch.arange(tokens)  # from a token to another
@@ -290,13 +317,39 @@ def _by_hadamard(x: Tensor, block: int) -> Tensor:
     return (x.unflatten(-1, (-1, block)) @ _hadamard(block)).flatten(-2)
 
 
-def _rotate(x: Tensor, frequencies: Tensor, factor: float) -> Tensor:
-    """Half-split rotary embedding of x [T, heads, d] at positions 0..T-1.
+def _places(prompt: Prompt) -> Tensor:
+    """Time, height and width of every row of a prompt: float64 [T, 3].
 
-    Features beyond two for each frequency stay as they are.
+    A picture's rows stand at one time, and as far down and to the right as in the picture; the text
+    behind it goes on as far away as its longer side.
     """
-    x, rest = x[..., : 2 * len(frequencies)], x[..., 2 * len(frequencies) :]
-    angles = torch.outer(torch.arange(len(x), dtype=torch.float64), frequencies.double())
+    found, t = [], 0
+    for part in prompt:
+        if isinstance(part, PictureRows):
+            found += [(t, t + r, t + c) for r in range(part.height) for c in range(part.width)]
+            t += max(part.height, part.width)
+        else:
+            found.append((t, t, t))
+            t += 1
+    return torch.tensor(found, dtype=torch.float64).view(-1, 3)
+
+
+def _angles(places: Tensor, frequencies: Tensor, sections: Sequence[int]) -> Tensor:
+    """Of every row and frequency, float64 [T, pairs]: pairs go by time, height, width in turn."""
+    axes = [0] * len(frequencies)
+    for axis in (1, 2):
+        for i in range(sections[axis] if sections else 0):
+            axes[axis + 3 * i] = axis
+    return places[:, axes] * frequencies
+
+
+def _rotate(x: Tensor, angles: Tensor, factor: float) -> Tensor:
+    """Half-split rotary embedding of x [T, heads, d] by angles [T, pairs].
+
+    Features beyond two for each angle stay as they are.
+    """
+    pairs = angles.shape[1]
+    x, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
     cos, sin = (f(angles).unsqueeze(1) * factor for f in (torch.cos, torch.sin))
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)

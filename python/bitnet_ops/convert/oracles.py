@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bitnet_ops.config.scheme import ScaleRule, Storage
 from bitnet_ops.convert.errors import reject
-from bitnet_ops.convert.forward import DeltaNet, Forward, Maths
+from bitnet_ops.convert.forward import DeltaNet, Forward, Maths, Prompt
 from bitnet_ops.convert.gguf_config import PERMUTED
 from bitnet_ops.convert.gguf_source import GgufSource, scale_name
 from bitnet_ops.convert.hf_source import HfSource
@@ -95,10 +95,10 @@ class HfOracle:
         return values.sign().to(torch.int8), float(values.abs().max())
 
     @torch.no_grad()
-    def logits(self, sequences: list[list[int]]) -> list[Tensor]:
+    def logits(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """fp32 logits [T, V] of every sequence of token ids."""
         with _quiet_and_eager():
-            return [self._model(torch.tensor([ids])).logits[0].float() for ids in sequences]
+            return [self._model(torch.tensor([list(ids)])).logits[0].float() for ids in sequences]
 
 
 @torch.no_grad()
@@ -209,8 +209,8 @@ class PlainOracle:
         return _unpack_quarters(stored), 1.0 / value if scheme.rule is ScaleRule.DIVIDE else value
 
     @torch.inference_mode()
-    def logits(self, sequences: list[list[int]], nudge: float = 0.0) -> list[Tensor]:
-        """fp32 logits [T, V] of every sequence of token ids; nudge: as of Forward."""
+    def logits(self, sequences: Sequence[Prompt], nudge: float = 0.0) -> list[Tensor]:
+        """fp32 logits [T, V] of every sequence of ids and pictures; nudge: as of Forward."""
         forward = Forward(_maths(self._plan), self._value, int8=self._int8, nudge=nudge)
         return [logits.float() for logits in forward.logits(sequences)]
 
@@ -288,6 +288,7 @@ def _maths(plan: Plan) -> Maths:
         if net is None
         else DeltaNet(net.layers, net.key_heads, net.value_heads, net.key_dim, net.value_dim),
         output_gate=c.output_gate,
+        sections=c.rope_sections or (),
         blocks=dict(c.rotation.blocks) if c.rotation else {},
         plain=c.rotation.plain if c.rotation else (),
     )

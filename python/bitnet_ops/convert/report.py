@@ -147,6 +147,11 @@ def _tower(proof: dict[str, Any] | None) -> str:
     if proof is None:
         return ""
     same = f"; tower for images: {proof['tensors_different']} of {proof['tensors']} tensors differ"
+    figures = proof["logits"]
+    same += (
+        f", {counted(figures['tokens'], 'token')} with images: largest logit difference "
+        f"{figures['relative_logit_difference']:.2g} of the largest"
+    )
     if proof["oracle"] is None:
         return f"{same}, its rows were not compared ({proof['why_not_transformers']})"
     return (

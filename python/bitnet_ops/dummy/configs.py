@@ -129,6 +129,29 @@ def _llama(
     }
 
 
+def _with_tower(
+    config: dict[str, Any], depth: int, hidden: int, intermediate: int
+) -> dict[str, Any]:
+    """A hybrid with its tower for images: heads of 64 or 72 features, 48 x 48 positions."""
+    vision = {
+        "depth": depth,
+        "hidden_size": hidden,
+        "num_heads": 16,
+        "intermediate_size": intermediate,
+        "out_hidden_size": config["hidden_size"],
+        "num_position_embeddings": 2304,
+        "image_token_id": 248056,
+        "vision_start_token_id": 248053,
+        "vision_end_token_id": 248054,
+    }
+    sections = {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
+    return {
+        **config,
+        "rope_parameters": {**config["rope_parameters"], **sections},
+        "bitnet_ops": {**config["bitnet_ops"], "vision": vision},
+    }
+
+
 def _tiny_images() -> dict[str, Any]:
     """A hybrid of four layers that reads images; its tower's MLP is no multiple of 32."""
     vision = {
@@ -162,6 +185,9 @@ def _tiny_images() -> dict[str, Any]:
         "bitnet_ops": {"format_version": 1, "vision": vision},
     }
 
+
+_BONSAI2_2B = _bonsai2(24, 2048, 6144, heads=8, kv_heads=2, value_heads=16, tied=True)
+_BONSAI2_9B = _bonsai2(32, 4096, 12288, heads=16, kv_heads=4, value_heads=32, tied=False)
 
 CONFIGS: dict[str, dict[str, Any]] = {
     # microsoft/bitnet-b1.58-2B-4T
@@ -202,12 +228,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bonsai-8b": _bonsai(36, 4096, 12288, heads=32, original=16384, tied=False),
     # prism-ml/Ternary-Bonsai-2; blocks of the rotation as published for the 27B, and for the others
     # the largest up to it that divides every width. Their bos is again the tokenizer's need.
-    "bonsai2-2b": _bonsai2(24, 2048, 6144, heads=8, kv_heads=2, value_heads=16, tied=True),
+    "bonsai2-2b": _BONSAI2_2B,
     "bonsai2-4b": _bonsai2(
         32, 2560, 9216, heads=16, kv_heads=4, value_heads=32, tied=True, block=512
     ),
-    "bonsai2-9b": _bonsai2(32, 4096, 12288, heads=16, kv_heads=4, value_heads=32, tied=False),
+    "bonsai2-9b": _BONSAI2_9B,
     "bonsai2-27b": _bonsai2(64, 5120, 17408, heads=24, kv_heads=4, value_heads=48, tied=False),
+    # the same with the tower that reads images
+    "bonsai2-2b-images": _with_tower(_BONSAI2_2B, 24, 1024, 4096),
+    "bonsai2-9b-images": _with_tower(_BONSAI2_9B, 27, 1152, 4304),
     # tiiuae/Falcon3-7B-1.58bit: heads of 256
     "falcon3-7b": _llama(
         28, 3072, 23040, heads=12, kv_heads=4, vocab=131072, theta=1000042.0, head_dim=256, eps=1e-6

@@ -103,6 +103,7 @@ class PromptRows:
     pad_id: int
     identity: bytes | None = field(default=None, repr=False)
     grid: tuple[int, int] | None = None
+    _contents: array[int] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         who = "PromptRows: expected"
@@ -144,8 +145,10 @@ class PromptRows:
         """A number for every row that stands for it in keys of the prefix cache; all below 0.
 
         63 bits of a hash of identity, grid and place: a chosen row that is taken for a given one
-        would take 2^62 trials.
+        would take 2^62 trials. Computed once; without an identity anew each time.
         """
+        if self._contents is not None:
+            return self._contents
         identity = os.urandom(32) if self.identity is None else self.identity
         state = hashlib.sha256(repr((self.grid, len(self))).encode() + identity)
         found = array("q")
@@ -153,6 +156,8 @@ class PromptRows:
             row = state.copy()
             row.update(b"%d" % i)
             found.append(-1 - (int.from_bytes(row.digest()[:8], "little") >> 1))
+        if self.identity is not None:
+            object.__setattr__(self, "_contents", found)
         return found
 
 
