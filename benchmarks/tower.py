@@ -67,9 +67,8 @@ def _peak_mb(call: Callable[[], Tensor]) -> float:
 def _rows(size: str, dtype: torch.dtype, sides: list[int], turns: int) -> None:
     config = _SIZES[size]
     theirs = _theirs(config).to(dtype)
-    ours = VisionTower(config)
+    ours = VisionTower(config, dtype)
     ours.load_state_dict(theirs.state_dict())
-    ours = ours.to(dtype)
     weights = sum(p.numel() * p.element_size() for p in ours.parameters()) / 2**20
     for side in sides:
         n = side // config.patch_size
