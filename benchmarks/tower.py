@@ -11,6 +11,7 @@ import argparse
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,16 @@ def _theirs(config: VisionConfig) -> Any:
     )
     about._attn_implementation = "sdpa"
     return Qwen3_5VisionModel(about).eval()
+
+
+def _ours(tower: VisionTower, pixels: Tensor, n: int) -> Tensor:
+    rows: Tensor = tower(pixels, [(n, n)])[0]
+    return rows
+
+
+def _of_theirs(tower: Any, pixels: Tensor, grid: Tensor) -> Tensor:
+    rows: Tensor = tower(pixels, grid_thw=grid).pooler_output
+    return rows
 
 
 def _seconds(call: Callable[[], Tensor]) -> tuple[float, Tensor]:
@@ -75,10 +86,7 @@ def _rows(size: str, dtype: torch.dtype, sides: list[int], turns: int) -> None:
         pixels = torch.rand(n * n, config.patch_features) * 2 - 1
         twice = pixels.view(n * n, 3, 1, -1).repeat(1, 1, 2, 1).flatten(1).to(dtype)
         grid = torch.tensor([(1, n, n)])
-        calls: list[Callable[[], Tensor]] = [
-            lambda pixels=pixels, n=n: ours(pixels, [(n, n)])[0],
-            lambda twice=twice, grid=grid: theirs(twice, grid_thw=grid).pooler_output,
-        ]
+        calls = [partial(_ours, ours, pixels, n), partial(_of_theirs, theirs, twice, grid)]
         memory = [_peak_mb(call) for call in calls]  # and what a first call costs
         found = [[_seconds(call) for call in calls] for _ in range(turns)]
         (mine, a), (other, b) = (
