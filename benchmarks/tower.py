@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bitnet_ops.convert.oracles import transformers_tower
 from bitnet_ops.machine import cpu_model
 from bitnet_ops.vision.config import VisionConfig
 from bitnet_ops.vision.tower import VisionTower
@@ -26,22 +27,6 @@ _SIZES = {
     "2b": VisionConfig(24, 1024, 16, 4096, 2048),
     "9b": VisionConfig(27, 1152, 16, 4304, 4096),
 }
-
-
-def _theirs(config: VisionConfig) -> Any:
-    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
-
-    about = Qwen3_5VisionConfig(
-        depth=config.depth,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        intermediate_size=config.intermediate_size,
-        out_hidden_size=config.out_hidden_size,
-        num_position_embeddings=config.num_position_embeddings,
-    )
-    about._attn_implementation = "sdpa"
-    return Qwen3_5VisionModel(about).eval()
 
 
 def _ours(tower: VisionTower, pixels: Tensor, n: int) -> Tensor:
@@ -77,7 +62,7 @@ def _peak_mb(call: Callable[[], Tensor]) -> float:
 @torch.inference_mode()
 def _rows(size: str, dtype: torch.dtype, sides: list[int], turns: int) -> None:
     config = _SIZES[size]
-    theirs = _theirs(config).to(dtype)
+    theirs = transformers_tower(config).to(dtype)
     ours = VisionTower(config, dtype)
     ours.load_state_dict(theirs.state_dict())
     weights = sum(p.numel() * p.element_size() for p in ours.parameters()) / 2**20

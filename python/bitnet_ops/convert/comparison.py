@@ -48,7 +48,8 @@ from bitnet_ops.loading.weights import load_model
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch
 from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.packing import BLOCK, spread_scales
-from bitnet_ops.vision.weights import PREFIX, load_tower, shapes, vision_config
+from bitnet_ops.vision.config import VisionConfig
+from bitnet_ops.vision.weights import PREFIX, load_tower, shapes
 
 PIECE_TOKENS = 512  # of a text; a plain forward's attention is quadratic
 MAX_TEXT_TOKENS = 4096
@@ -311,7 +312,7 @@ def _compare_unrounded(
     prompts = list[Prompt](texts)
     if source.tower is not None:
         result.tower, theirs, own = compare_tower(source.tower, file)
-        expected, given = _with_images(file, sequences[0], theirs, own)
+        expected, given = _with_images(source.tower.config, sequences[0], theirs, own)
         prompts.append(expected)
     floating = plain_oracle(source, int8_activations=False).logits(prompts)
     if texts:
@@ -324,12 +325,9 @@ def _compare_unrounded(
 
 
 def _with_images(
-    file: Path, words: list[int], theirs: list[Tensor], ours: list[Tensor]
+    config: VisionConfig, words: list[int], theirs: list[Tensor], ours: list[Tensor]
 ) -> tuple[Prompt, _Ids]:
     """A prompt with images between words, for the plain forward and for us, with rows of each."""
-    with Reader(file, check_codes=False) as reader:
-        config = vision_config(reader.config)
-    assert config is not None
     start, end = config.vision_start_token_id, config.vision_end_token_id
     expected: list[int | PictureRows] = []
     found: list[int | PromptRows] = []

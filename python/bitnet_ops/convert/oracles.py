@@ -32,6 +32,7 @@ from bitnet_ops.convert.source import Plan, Source
 from bitnet_ops.convert.tower import Tower
 from bitnet_ops.errors import BitNetError, install
 from bitnet_ops.nn.rotary import rotary
+from bitnet_ops.vision.config import VisionConfig
 
 
 class OracleUnavailable(BitNetError):
@@ -109,21 +110,9 @@ def tower_features(
 
     `pixels`: [patches, 1536], each image at both times. Raises OracleUnavailable.
     """
-    config = tower.config
     try:
         with _quiet_and_eager() as transformers:
-            from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
-            from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
-
-            about = Qwen3_5VisionConfig(
-                depth=config.depth,
-                hidden_size=config.hidden_size,
-                num_heads=config.num_heads,
-                intermediate_size=config.intermediate_size,
-                out_hidden_size=config.out_hidden_size,
-                num_position_embeddings=config.num_position_embeddings,
-            )
-            model = Qwen3_5VisionModel(about).float().eval()
+            model = transformers_tower(tower.config).float()
             for name, parameter in model.named_parameters():
                 parameter.copy_(tower.read(name))
             rows = model(pixels, grid_thw=torch.tensor([(1, *grid) for grid in grids]))
@@ -132,6 +121,25 @@ def tower_features(
     counts = [height * width // 4 for height, width in grids]
     name = f"transformers {transformers.__version__} fp32"
     return name, list(rows.pooler_output.split(counts))
+
+
+def transformers_tower(config: VisionConfig) -> Any:
+    """transformers' own tower of that config, with random weights.
+
+    Raises ImportError, AttributeError or TypeError where it has no such class.
+    """
+    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
+
+    about = Qwen3_5VisionConfig(
+        depth=config.depth,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        intermediate_size=config.intermediate_size,
+        out_hidden_size=config.out_hidden_size,
+        num_position_embeddings=config.num_position_embeddings,
+    )
+    return Qwen3_5VisionModel(about).eval()
 
 
 def _load(transformers: Any, source: HfSource) -> Any:

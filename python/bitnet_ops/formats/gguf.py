@@ -81,32 +81,17 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
 
 
 _MMPROJ = b"general.type" + struct.pack("<IQ", 8, 6) + b"mmproj"  # a string of 6 bytes
-_ARCHITECTURE = b"general.architecture" + struct.pack("<I", 8)  # a string: its length follows
 _FIRST_KEYS = 1 << 16  # bytes; writers put general.* first
 
 
 def is_mmproj(path: str | os.PathLike[str]) -> bool:
     """Whether `path` is a GGUF file that says it holds a tower for images, by its first keys."""
-    return _MMPROJ in _first_keys(path)
-
-
-def architecture_of(path: str | os.PathLike[str]) -> str:
-    """general.architecture of a GGUF file by its first keys; "" where they do not say it."""
-    _, found, rest = _first_keys(path).partition(_ARCHITECTURE)
-    if not found or len(rest) < 8:
-        return ""
-    length = int(struct.unpack("<Q", rest[:8])[0])
-    return rest[8 : 8 + length].decode("utf-8", "replace") if length <= 64 else ""
-
-
-def _first_keys(path: str | os.PathLike[str]) -> bytes:
-    """The first bytes of a GGUF file; none of another one."""
     try:
         with Path(path).open("rb") as file:
             begin = file.read(_FIRST_KEYS)
     except OSError:
-        return b""
-    return begin if begin.startswith(MAGIC) else b""
+        return False
+    return begin.startswith(MAGIC) and _MMPROJ in begin
 
 
 class Reader:

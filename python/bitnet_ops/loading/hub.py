@@ -80,11 +80,11 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     names = _on_hub(repo, which)
     if isinstance(names, Path):
         return names
-    place = _chosen(_downloaded(repo, _wanted(repo, which, names)), which)
-    if place.suffix == ".gguf" and gguf.architecture_of(place) in _READ_PICTURES:
-        towers = [name for name in names if re.search(r"mmproj.*\.gguf$", name, re.I)]
-        if towers:
-            _downloaded(repo, [min(towers, key=_download_order)])
+    wanted = _wanted(repo, which, names)
+    place = _chosen(_downloaded(repo, wanted), which)
+    towers = _towers_beside(wanted[0], names)
+    if towers and _reads_pictures(place):
+        _downloaded(repo, [min(towers, key=_download_order)])
     return place
 
 
@@ -94,6 +94,22 @@ def check_on_hub(path: str | os.PathLike[str]) -> None:
     names = _on_hub(repo, which)
     if not isinstance(names, Path):
         _wanted(repo, which, names)
+
+
+def _towers_beside(model: str, names: list[str]) -> list[str]:
+    """The towers for images in the folder of the GGUF file `model`, by their names."""
+    folder = Path(model).parent
+    found = (name for name in names if Path(name).parent == folder)
+    return [name for name in found if re.search(r"mmproj.*\.gguf$", name, re.I)]
+
+
+def _reads_pictures(place: Path) -> bool:
+    """Whether it is a GGUF file of such a model; what is wrong with one its conversion says."""
+    if not gguf.is_gguf(place):
+        return False
+    with suppress(gguf.GgufError), gguf.Reader(place) as reader:
+        return reader.architecture in _READ_PICTURES
+    return False
 
 
 def _download_order(tower: str) -> tuple[int, str]:
