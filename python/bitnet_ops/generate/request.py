@@ -17,6 +17,7 @@ from typing import Any, Literal
 from bitnet_ops.arguments import check_integer
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.generate.constraint import Constraint
+from bitnet_ops.generate.head_policy import HeadAcceptance
 from bitnet_ops.generate.prompt import RowRuns, kind_of
 from bitnet_ops.generate.sampling import Sampler, SamplingParams
 from bitnet_ops.generate.speculation import AUTO, MAX_DRAFTS, Acceptance, check_drafts
@@ -136,6 +137,7 @@ class Request:
         prompt_tokens: how many of them the prompt is.
         sampler: chooses the next token.
         acceptance: says how many drafts are worth it, where that is wanted.
+        head_acceptance: how often drafts of the model's head are right, once some were made.
         epoch: of the weights that it began with.
         root: the key before its first block.
         computed: how many of `ids`, from the first, have keys and values in the pool. The newest
@@ -180,6 +182,7 @@ class Request:
         self.sampler = Sampler(params, prompt, constraint)
         self.max_drafts = MAX_DRAFTS if max_drafts == AUTO else max_drafts
         self.acceptance = Acceptance() if max_drafts == AUTO else None
+        self.head_acceptance: HeadAcceptance | None = None
         self.epoch = self.computed = self.saved = 0
         self.keep_prefix, self.arrived_ns = keep_prefix, time.time_ns()
         self.blocks: list[int] = []
@@ -232,6 +235,16 @@ class Request:
         if len(ids) == block_size:
             return Contents(self.key(index, block_size), parent, ids)
         return Contents.of(parent, ids)
+
+    @property
+    def drafts_from_text(self) -> bool:
+        """Whether what the text repeats may be drafted."""
+        return self.max_drafts > 0
+
+    @property
+    def drafts_from_head(self) -> bool:
+        """Whether a head of the model may draft."""
+        return self.max_drafts > 0
 
     def draft_limit(self, max_positions: int) -> int:
         """How many drafts can be of use before a limit ends it."""

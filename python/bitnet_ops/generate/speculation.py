@@ -79,6 +79,11 @@ class StepCosts:
         before = self._seconds.get(tokens, seconds)
         self._seconds[tokens] = before + _LEARNT * (seconds - before)
 
+    @property
+    def known(self) -> bool:
+        """Whether any has been measured."""
+        return bool(self._seconds)
+
     def of(self, tokens: int) -> float:
         """Seconds of a step, between two known ones on the line through them."""
         known = self._seconds
