@@ -432,7 +432,7 @@ class LanguageModel:
         Options, all neutral by default: max_new_tokens=128, temperature=0 (greedy), top_k=0,
         top_p=1, min_p=0, repetition_penalty=1, seed=None, frequency_penalty=0, presence_penalty=0,
         logit_bias=None, logprobs=None (see sampling.SamplingParams); stop=(), texts that end the
-        answer and are left out of it; ignore_eos=False; speculation="off"; json_schema=None, or a
+        answer and are left out of it; ignore_eos=False; speculation="auto"; json_schema=None, or a
         JSON schema or pydantic model that the text is to satisfy (see GenerateOptions).
         Why it ended is in the Completion's `finish_reason`, what its tokens' probabilities were in
         `logprobs`. Raises TypeError for an unknown option or another kind of

@@ -198,7 +198,7 @@ TAKES: dict[str, Callable[[Any], bool]] = {
     "logit_bias": among(None, {}, {1: 1.0}),
     "logprobs": either(nothing, integer(0, 20)),
     "lora": among(None, {}),
-    "max_drafts": either(integer(0), among("auto")),
+    "max_drafts": either(integer(0), among("auto", "ngram", "off", None)),
     "max_new_tokens": integer(0),
     "max_sequences": integer(1, 256),
     "min_p": number(0, 1),
@@ -223,7 +223,7 @@ TAKES: dict[str, Callable[[Any], bool]] = {
     "LanguageModel.score.texts": among(*TEXTS, [], (), *LISTS),
     "seed": either(nothing, integer(0, 2**63 - 1)),
     "source": never,  # the demo model reads texts alone
-    "speculation": either(integer(0), among("auto", "off")),
+    "speculation": either(integer(0), among("auto", "ngram", "off", None)),
     "stop": among(*TEXTS[1:], "x" * 300, "\ud800", [], ["1"], ()),
     "stop_ids": among(*IDS, [], [2**70], (), {}, {1: 1.0}, {1}, EMPTY),
     "LanguageModel.stop_ids": among(None, *IDS, [], [2**70], (), {}, {1: 1.0}, {1}, EMPTY),

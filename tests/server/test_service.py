@@ -266,7 +266,7 @@ def test_preempted_answers_are_the_same() -> None:
 
 
 @pytest.mark.parametrize("speculation", [4, "auto"])
-def test_guesses_change_no_answer(speculation: int | str) -> None:
+def test_guesses_change_no_answer(speculation: Any) -> None:
     lm, alone = greedy_demo(), greedy_demo()
     schema = {"type": "array", "items": {"enum": ["And God saw", "And God said"]}, "minItems": 6}
     form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
@@ -282,7 +282,7 @@ def test_guesses_change_no_answer(speculation: int | str) -> None:
             replies = [httpx.post(url, json=body, timeout=60).json() for body in bodies]
             return [reply["choices"][0]["message"]["content"] for reply in replies]
 
-    assert answers(lm, speculation=speculation) == answers(alone)
+    assert answers(lm, speculation=speculation) == answers(alone, speculation="off")
     assert speculation == "auto" or lm.engine.stats().accepted_drafts > 0
 
 

@@ -35,6 +35,7 @@ from bitnet_ops.cli.terminal import (
     without_line_end,
 )
 from bitnet_ops.errors import counted
+from bitnet_ops.generate.speculation import DEFAULT_SPECULATION, SPECULATION_WORDS
 from bitnet_ops.nn.storage import (
     ACTIVATION_FORMATS,
     DEFAULT_KV_TYPE,
@@ -259,20 +260,20 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--speculation",
         type=_speculation,
-        default="off",
-        metavar="off|auto|N",
-        help="N guesses a step where the text repeats; same text (default off)",
+        default=DEFAULT_SPECULATION,
+        metavar="HOW",
+        help="guess tokens, verify some at once; same text: auto (default), ngram, head, off, N",
     )
 
 
 def _speculation(text: str) -> str | int:
-    if text in ("off", "auto"):
+    if text in SPECULATION_WORDS:
         return text
     try:
         return integer(0)(text)
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
-            f"expected off, auto or an integer at least 0, got {text!r}"
+            f"expected {', '.join(SPECULATION_WORDS)} or an integer at least 0, got {text!r}"
         ) from None
 
 
@@ -398,8 +399,11 @@ def open_model(
 
 
 def use_of(args: argparse.Namespace) -> str:
-    """What one conversation or text is to `load`: with drafts a step has many tokens."""
-    return "single" if args.speculation in ("off", 0) else "batch"
+    """What one conversation or text is to `load`: "batch" where drafts are insisted on.
+
+    "auto" drafts where that pays, and most steps of most texts have one token.
+    """
+    return "single" if args.speculation in ("off", "auto", 0) else "batch"
 
 
 def encoded(lm: LanguageModel, prompt: str) -> list[int]:

@@ -25,6 +25,7 @@ from bitnet_ops.cli.pictures import (
 )
 from bitnet_ops.cli.terminal import say
 from bitnet_ops.errors import BitNetError, install
+from bitnet_ops.generate.speculation import check_draft_head
 
 if TYPE_CHECKING:
     from bitnet_ops.language_model import LanguageModel
@@ -289,7 +290,7 @@ def run(args: argparse.Namespace) -> int:
         max_per_client=args.max_per_client,
         max_tokens=args.max_tokens,
         request_s=args.request_time,
-        speculation=0 if args.speculation == "off" else args.speculation,
+        speculation=args.speculation,
     )
 
 
@@ -301,6 +302,7 @@ def _load(args: argparse.Namespace) -> dict[str, LanguageModel]:
     models, mmproj = {}, args.mmproj
     for name, path in args.named.items():
         models[name] = open_model(path, args, **disk, mmproj=mmproj)
+        check_draft_head(args.speculation, models[name].model, f"serve: {name}: --speculation")
         mmproj = None  # it is the first model's
     first = next(iter(models.values()))
     for lm in models.values():

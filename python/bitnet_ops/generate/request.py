@@ -12,14 +12,14 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from bitnet_ops.arguments import check_integer
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.generate.constraint import Constraint
 from bitnet_ops.generate.prompt import RowRuns, kind_of
 from bitnet_ops.generate.sampling import Sampler, SamplingParams
-from bitnet_ops.generate.speculation import AUTO, MAX_DRAFTS, Acceptance, check_drafts
+from bitnet_ops.generate.speculation import Acceptance, Speculation, read_speculation
 from bitnet_ops.nn.blocks import Contents, block_key, root_key
 
 # What is asked -----------------------------------------------------------------------------------
@@ -123,8 +123,9 @@ class Request:
         params: how tokens are chosen.
         limits: when to end.
         adapter: the name of its LoRA adapter, if any.
-        max_drafts: the most tokens to draft in a step, 0 for none; "auto": as many as make this
-            request faster on this machine.
+        max_drafts: the most tokens to draft in a step, 0 for none, of either source; "auto": as
+            many as make this request faster on this machine; "ngram", "head": the same of this
+            source alone; "off", None: none. The attribute is the most, a number.
         consumer: what gets the events, if not whoever steps.
         constraint: says which tokens may come next; of this request alone.
         keep_prefix: whether what it computes is worth keeping for others; False: of a request in
@@ -135,6 +136,8 @@ class Request:
             stand for what they hold, all below 0.
         prompt_tokens: how many of them the prompt is.
         sampler: chooses the next token.
+        drafts_from_text, drafts_from_head: whether n-grams of the text may draft, and whether the
+            model's draft head may, if there is one.
         acceptance: says how many drafts are worth it, where that is wanted.
         epoch: of the weights that it began with.
         root: the key before its first block.
@@ -161,7 +164,7 @@ class Request:
         limits: Limits | None = None,
         *,
         adapter: str | None = None,
-        max_drafts: int | Literal["auto"] = 0,
+        max_drafts: Speculation = 0,
         consumer: Consumer | None = None,
         constraint: Constraint | None = None,
         keep_prefix: bool = True,
@@ -172,14 +175,16 @@ class Request:
         _check_type("params", params, SamplingParams)
         _check_type("limits", limits, Limits)
         _check_type("keep_prefix", keep_prefix, bool)
-        check_drafts(max_drafts, "engine: expected max_drafts")
+        choice = read_speculation(max_drafts, "engine: expected max_drafts")
         self.id, self.limits, self.adapter, self.consumer = id, limits, adapter, consumer
         self.ids, self.prompt_tokens = array("q", prompt), len(prompt)
         self.runs = runs
         self.content = self.ids if runs is None else runs.content(prompt)
         self.sampler = Sampler(params, prompt, constraint)
-        self.max_drafts = MAX_DRAFTS if max_drafts == AUTO else max_drafts
-        self.acceptance = Acceptance() if max_drafts == AUTO else None
+        self.max_drafts = choice.maximum
+        self.drafts_from_text = "ngram" in choice.sources
+        self.drafts_from_head = "head" in choice.sources
+        self.acceptance = Acceptance() if choice.adaptive else None
         self.epoch = self.computed = self.saved = 0
         self.keep_prefix, self.arrived_ns = keep_prefix, time.time_ns()
         self.blocks: list[int] = []

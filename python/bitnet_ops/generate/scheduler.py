@@ -321,6 +321,8 @@ class Scheduler:
         for step in plan.steps.values():
             request = step.request
             maximum = min(left, request.draft_limit(self.max_positions))
+            if not request.drafts_from_text:
+                continue
             acceptance = request.acceptance
             if maximum > 0 and acceptance is not None:
                 acceptance.read(request.content)

@@ -31,6 +31,7 @@ from bitnet_ops.generate.request import Consumer
 from bitnet_ops.generate.run import TokenLogprobs
 from bitnet_ops.generate.sampling import SamplingError, SamplingParams
 from bitnet_ops.generate.scoring import embed_steps, prompt_logprobs_steps
+from bitnet_ops.generate.speculation import DEFAULT_SPECULATION, Speculation
 from bitnet_ops.generate.tokenizer import TokenizerError
 from bitnet_ops.nn.blocks import PoolFullError
 from bitnet_ops.server.catalog import Catalog, Served
@@ -64,7 +65,7 @@ class ServiceOptions:
     max_answers: int = 16
     request_s: float = 3600.0
     ping_s: float = 5.0
-    speculation: int | str = 0
+    speculation: Speculation = DEFAULT_SPECULATION
 
 
 class Service:
@@ -451,7 +452,7 @@ class Answer:
                     params,
                     limits,
                     adapter=self.served.adapter,
-                    max_drafts=self._service.options.speculation,  # type: ignore[arg-type]
+                    max_drafts=self._service.options.speculation,
                     constraint=self._prompt.shape.constraint(self._prompt.text),
                     keep_prefix=not ask.background,
                     consumer=consumer,
