@@ -150,6 +150,10 @@ USAGE: list[tuple[str, str]] = [
     ("generate x --speculation fast", f"{HOW} 'fast'"),
     ("serve x --speculation fast", f"{HOW} 'fast'"),
     ("generate x --speculation -1", f"{HOW} '-1'"),
+    ("generate x --speculation head --no-draft", "expected --speculation head or --no-draft"),
+    ("chat --speculation head --no-draft", "expected --speculation head or --no-draft"),
+    ("serve x --speculation head --no-draft", "expected --speculation head or --no-draft"),
+    ("embed x y --no-draft", "--no-draft"),
     ("dummy tiny x --seed x", "--seed: expected an integer from 0"),
 ]
 

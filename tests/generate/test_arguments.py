@@ -187,6 +187,7 @@ TAKES: dict[str, Callable[[Any], bool]] = {
     "frequency_penalty": number(-2, 2),
     "generation": nothing,
     "head_format": never,
+    "draft": kind(bool),
     "ignore_eos": kind(bool),
     "image_limits": nothing,
     "images": among([], ()),

@@ -28,7 +28,7 @@ from bitnet_ops.generate.speculation import (
     read_speculation,
 )
 from bitnet_ops.models.step_batch import StepBatch
-from paged_fake import VOCAB, FakeEngine, FakeModel
+from paged_fake import VOCAB, FakeEngine, FakeModel, periodic
 
 Cost = Callable[[int], float]
 
@@ -179,10 +179,6 @@ class Machine:
 
     def work(self, batch: StepBatch) -> None:
         self.now += self.cost(len(batch.token_ids))
-
-
-def periodic(ids: Tensor) -> Tensor:
-    return torch.nn.functional.one_hot((ids + 1) % VOCAB, VOCAB).float() * 9
 
 
 def restless(ids: Tensor) -> Tensor:

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING
 
 from bitnet_ops import machine
 from bitnet_ops.cli.arguments import UsageError, integer, non_empty, number
-from bitnet_ops.cli.generate import MODEL_HELP, add_model_arguments, add_speculation, open_model
+from bitnet_ops.cli.generate import (
+    MODEL_HELP,
+    add_model_arguments,
+    add_speculation,
+    check_draft,
+    open_model,
+)
 from bitnet_ops.cli.pictures import (
     add_picture_arguments,
     check_picture_arguments,
@@ -178,6 +184,7 @@ def _add_picture_arguments(parser: argparse.ArgumentParser) -> None:
 def check(args: argparse.Namespace) -> None:
     """Reject a public address without a key, names that are taken, hosts that are none."""
     check_picture_arguments(args)
+    check_draft(args)
     if args.image_hosts or args.image_folder is not None:
         _sources(args)
     args.named = _named(args)

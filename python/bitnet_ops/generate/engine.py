@@ -342,6 +342,15 @@ class Engine:
         self._settle_between_steps()
         return self._core.stats()
 
+    @property
+    def draft_remark(self) -> str | None:
+        """That the model's draft head is mostly wrong, and the usual reasons; None: it is not.
+
+        It is logged too, once, as a warning of bitnet_ops.generate.draft_report.
+        """
+        memory = self._core.memory
+        return None if memory is None else memory.scheduler.head_report.remark
+
     def close(self, seconds: float = 2.0) -> None:
         """Write to `prefix_dir` what waits for it, for so long at most; nothing is kept there then.
 

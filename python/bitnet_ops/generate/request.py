@@ -11,12 +11,13 @@ import operator
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from bitnet_ops.arguments import check_integer
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.generate.constraint import Constraint
+from bitnet_ops.generate.draft_report import NO_DRAFTS, DraftCounts
 from bitnet_ops.generate.prompt import RowRuns, kind_of
 from bitnet_ops.generate.sampling import Sampler, SamplingParams
 from bitnet_ops.generate.speculation import Acceptance, Speculation, read_speculation
@@ -56,7 +57,8 @@ class NewToken:
     """The request has one more token; stop ids are left out.
 
     `logprob` and `top_logprobs` ((token, logarithm), the most probable first) are there if the
-    request asks for them. `reused_tokens`: of the prompt, that the prefix cache spared.
+    request asks for them. `reused_tokens`: of the prompt, that the prefix cache spared. `drafts`:
+    of the request so far; events are equal whatever was drafted.
     """
 
     request_id: int
@@ -64,6 +66,7 @@ class NewToken:
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
     reused_tokens: int = 0
+    drafts: DraftCounts = field(default=NO_DRAFTS, compare=False)
 
 
 @dataclass(slots=True)
@@ -87,7 +90,8 @@ class Finished:
     """No more tokens come. `reason`: "stop" (with the stop id), "length", "context" or "abort".
 
     reused_tokens: of the prompt, that the prefix cache spared. attention_read: share of the pages
-    that its tokens have read, where attention has a policy.
+    that its tokens have read, where attention has a policy. drafts: how many were verified for it,
+    and were right; events are equal whatever was drafted.
     """
 
     request_id: int
@@ -95,6 +99,7 @@ class Finished:
     stop_reason: int | None = None
     reused_tokens: int = 0
     attention_read: float = 1.0
+    drafts: DraftCounts = field(default=NO_DRAFTS, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +144,7 @@ class Request:
         drafts_from_text, drafts_from_head: whether n-grams of the text may draft, and whether the
             model's draft head may, if there is one.
         acceptance: says how many drafts are worth it, where that is wanted.
+        drafts: how many were verified, and were right.
         epoch: of the weights that it began with.
         root: the key before its first block.
         computed: how many of `ids`, from the first, have keys and values in the pool. The newest
@@ -185,6 +191,7 @@ class Request:
         self.drafts_from_text = "ngram" in choice.sources
         self.drafts_from_head = "head" in choice.sources
         self.acceptance = Acceptance() if choice.adaptive else None
+        self.drafts = NO_DRAFTS
         self.epoch = self.computed = self.saved = 0
         self.keep_prefix, self.arrived_ns = keep_prefix, time.time_ns()
         self.blocks: list[int] = []
@@ -261,7 +268,9 @@ class Request:
         return None
 
     def _finished(self, reason: str, stop: int | None = None) -> Finished:
-        return Finished(self.id, reason, stop, self.reused_tokens or 0, self.attention.share)
+        return Finished(
+            self.id, reason, stop, self.reused_tokens or 0, self.attention.share, self.drafts
+        )
 
 
 def without(blocks: list[int], gone: tuple[int, int]) -> list[int]:

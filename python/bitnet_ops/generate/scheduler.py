@@ -19,8 +19,9 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from bitnet_ops.arguments import check_flag, check_integer, is_number, shown
+from bitnet_ops.generate.draft_report import NO_DRAFTS, DraftCounts, HeadReport
 from bitnet_ops.generate.request import Request, ShareRead, without
-from bitnet_ops.generate.speculation import StepCosts, propose
+from bitnet_ops.generate.speculation import Source, StepCosts, propose
 from bitnet_ops.generate.states import Checkpoint, StateSlots, stops_of
 from bitnet_ops.models.step_batch import SequenceStep
 from bitnet_ops.nn.blocks import BlockAllocator, PoolFullError
@@ -87,16 +88,21 @@ class EngineStats:
     attention_read: float = 1.0  # share of the pages that policies of attention let be read
     inputs_skipped: float = 0.0  # share of the inputs that activation sparsity may leave out
     prompt_tokens: int = 0  # of all that were admitted, the reused ones among them
+    drafts: DraftCounts = NO_DRAFTS  # the drafted and accepted ones by their source
 
 
 @dataclass
 class PlannedStep:
-    """What a request computes in a step: `tokens` of its ids from `start` on, then `drafts`."""
+    """What a request computes in a step: `tokens` of its ids from `start` on, then `drafts`.
+
+    `source`: what has made the drafts.
+    """
 
     request: Request
     start: int
     tokens: int
     drafts: Sequence[int] = ()
+    source: Source = "ngram"
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -186,8 +192,8 @@ class Scheduler:
             prompt are forgotten at once, so that they are the next to be taken.
     Attributes: `waiting`, the next one first; `running`, the oldest first; and counts of all that
     has been: `preemptions`, `prompt_tokens`, `reused_tokens` (that the prefix cache spared, those
-    of preempted requests too), `drafted_tokens` and how many of them were right, `accepted_drafts`;
-    `attention`, the pages that were read where attention has a policy.
+    of preempted requests too), `drafts`, and how many of them were right; `attention`, the pages
+    that were read where attention has a policy; `head_report`, of what a draft head drafts.
     """
 
     def __init__(
@@ -205,8 +211,8 @@ class Scheduler:
         self.options, self.costs, self._copy_block = options, StepCosts(), copy_block
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.preemptions = self.drafted_tokens = self.accepted_drafts = 0
-        self.prompt_tokens = self.reused_tokens = 0
+        self.preemptions = self.prompt_tokens = self.reused_tokens = 0
+        self.drafts, self.head_report = NO_DRAFTS, HeadReport()
         self.attention, self.inputs = ShareRead(), ShareRead()
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
@@ -224,8 +230,9 @@ class Scheduler:
             cached_blocks=self.allocator.cached_blocks,
             preemptions=self.preemptions,
             reused_tokens=self.reused_tokens,
-            drafted_tokens=self.drafted_tokens,
-            accepted_drafts=self.accepted_drafts,
+            drafted_tokens=self.drafts.drafted,
+            accepted_drafts=self.drafts.accepted,
+            drafts=self.drafts,
             prompt_tokens=self.prompt_tokens,
             attention_read=self.attention.share,
             inputs_skipped=1 - self.inputs.share,
@@ -251,6 +258,19 @@ class Scheduler:
             request.computed = 0
         self._free(request)
 
+    def verified(self, step: PlannedStep, accepted_drafts: int) -> str | None:
+        """Enter how many drafts of a step were right; a remark on the draft head, once."""
+        request, drafted = step.request, len(step.drafts)
+        if not drafted:
+            return None
+        request.drafts = request.drafts.plus(step.source, drafted, accepted_drafts)
+        self.drafts = self.drafts.plus(step.source, drafted, accepted_drafts)
+        if request.acceptance is not None:
+            request.acceptance.learn(drafted, accepted_drafts)
+        if step.source == "head":
+            return self.head_report.add(drafted, accepted_drafts)
+        return None
+
     def computed(self, step: PlannedStep, accepted_drafts: int) -> None:
         """Keys and values of a step are in the pool; drafts that were rejected are not counted."""
         request, size = step.request, self.block_size
@@ -259,10 +279,6 @@ class Scheduler:
         request.computed = min(certain + accepted_drafts, len(request.ids))
         request.replays = request.computed - certain
         self._keep_state(request)
-        self.drafted_tokens += len(step.drafts)
-        self.accepted_drafts += accepted_drafts
-        if step.drafts and request.acceptance is not None:
-            request.acceptance.learn(len(step.drafts), accepted_drafts)
         if self.options.prefix_cache:
             for i in range(full, request.computed // size):
                 self.allocator.register(request.blocks[i], request.contents(i, size))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from bitnet_ops.arguments import shown
 from bitnet_ops.errors import counted
+from bitnet_ops.generate.draft_report import DraftCounts
 from bitnet_ops.generate.request import Limits
 from bitnet_ops.generate.run import Generation, Run, Timing, TokenLogprobs
 from bitnet_ops.generate.sampling import SamplingParams
@@ -148,8 +149,9 @@ class Completion(str, _Ended):
 
     Attributes: `finish_reason` ("stop", "length" or "context"), `stop_reason` (the stop text, or
     the id that ended the text, else None), `ending` (both in words), `token_ids`, `logprobs` (of
-    each of these, if asked for), `timing` (of the whole batch) and `generation`, which also has the
-    seed.
+    each of these, if asked for), `drafts` (how many guesses were verified and were right:
+    `drafts.drafted`, `drafts.accepted`, and the same of `drafts.ngram` and `drafts.head`), `timing`
+    (of the whole batch) and `generation`, which also has the seed.
     """
 
     generation: Generation
@@ -170,6 +172,10 @@ class Completion(str, _Ended):
     @property
     def logprobs(self) -> list[TokenLogprobs]:
         return self.generation.logprobs
+
+    @property
+    def drafts(self) -> DraftCounts:
+        return self.generation.drafts
 
 
 class TextStream(_Ended):

@@ -17,11 +17,12 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from torch import Tensor
 
+from bitnet_ops.generate.draft_report import DraftCounts
 from bitnet_ops.generate.engine import Engine, Event, Failed, Finished, Limits, NewToken
 from bitnet_ops.generate.engine_thread import EngineThread
 from bitnet_ops.generate.grammar import ConstraintError
@@ -99,6 +100,8 @@ class Service:
         for one in catalog:
             if one.adapter is None:
                 self.metrics.show_skipped(one.name, one.lm.engine.stats)
+                has_head = getattr(one.lm.model, "draft_head", None) is not None
+                self.metrics.show_drafts(one.name, one.lm.engine.stats, head=has_head)
                 if one.lm.images is not None:
                     self.metrics.show_pictures(one.name, one.lm.images)
         self.gate.closed, self.state = "", "ready"
@@ -500,6 +503,8 @@ class Answer:
             choice = self._choices.get(event.request_id)
             if choice is None:  # it has ended by a stop text
                 continue
+            if not isinstance(event, Failed):
+                self.timing.drafts[event.request_id] = event.drafts
             if isinstance(event, NewToken):
                 self._first(event)
                 self.timing.tokens += 1
@@ -542,6 +547,17 @@ class AnswerTiming:
     last_s: float = 0.0
     tokens: int = 0  # that have come so far, in all answers
     completion_tokens: int = 0  # of answers that have ended, with what ended them
+    drafts: dict[int, DraftCounts] = field(default_factory=dict)  # of each answer so far
+
+    @property
+    def drafted(self) -> int:
+        """Tokens that were drafted, for all answers."""
+        return sum(one.drafted for one in self.drafts.values())
+
+    @property
+    def accepted_drafts(self) -> int:
+        """How many of them were right."""
+        return sum(one.accepted for one in self.drafts.values())
 
     @property
     def prompt_ms(self) -> float:
