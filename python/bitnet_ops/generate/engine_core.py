@@ -19,6 +19,7 @@ from bitnet_ops.generate.causal_model import (
     check_adapter,
 )
 from bitnet_ops.generate.disk_prefix import DiskPrefix
+from bitnet_ops.generate.draft_report import LOG as DRAFT_LOG
 from bitnet_ops.generate.drafting import drafter_of
 from bitnet_ops.generate.engine_memory import EngineMemory, MemoryPlan
 from bitnet_ops.generate.engine_step import run_model
@@ -175,6 +176,9 @@ class EngineCore:
         """Enter what a step gave into its request, and the request's end."""
         request, max_positions = step.request, self.model.config.max_position_embeddings
         ending: Finished | Failed | None = None
+        accepted = max(0, len(sampled) - 1)
+        if (remark := scheduler.verified(step, accepted)) is not None:
+            DRAFT_LOG.warning(remark)
         for one in sampled:
             ending = request.accept(one.token, max_positions)
             if ending is None or ending.reason != "stop":
@@ -184,13 +188,14 @@ class EngineCore:
                     one.logprob,
                     one.top_logprobs,
                     request.reused_tokens or 0,
+                    request.drafts,
                 )
                 self._returned.append((request.consumer, new))
             if ending is not None:
                 break
         if ending is None and error is not None:
             ending = Failed(request.id, error)
-        scheduler.computed(step, max(0, len(sampled) - 1))
+        scheduler.computed(step, accepted)
         if not isinstance(ending, Failed):
             self._save(request)
         if ending is not None:
@@ -207,7 +212,8 @@ class EngineCore:
             if id not in self.requests:
                 continue  # it has ended meanwhile
             if not isinstance(message, Request):
-                self._end(self.requests[id], Finished(id, "abort"))
+                request = self.requests[id]
+                self._end(request, Finished(id, "abort", drafts=request.drafts))
                 continue
             try:
                 if not looked:

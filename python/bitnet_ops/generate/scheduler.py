@@ -19,9 +19,10 @@ from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 from bitnet_ops.arguments import check_flag, check_integer, is_number, shown
+from bitnet_ops.generate.draft_report import NO_DRAFTS, DraftCounts, HeadReport
 from bitnet_ops.generate.head_policy import MAX_DEPTH, HeadPolicy
 from bitnet_ops.generate.request import Request, ShareRead, without
-from bitnet_ops.generate.speculation import StepCosts, propose
+from bitnet_ops.generate.speculation import Source, StepCosts, propose
 from bitnet_ops.generate.states import Checkpoint, StateSlots, stops_of
 from bitnet_ops.models.step_batch import SequenceStep
 from bitnet_ops.nn.blocks import BlockAllocator, PoolFullError
@@ -88,20 +89,21 @@ class EngineStats:
     attention_read: float = 1.0  # share of the pages that policies of attention let be read
     inputs_skipped: float = 0.0  # share of the inputs that activation sparsity may leave out
     prompt_tokens: int = 0  # of all that were admitted, the reused ones among them
+    drafts: DraftCounts = NO_DRAFTS  # the drafted and accepted ones by their source
 
 
 @dataclass
 class PlannedStep:
     """What a request computes in a step: `tokens` of its ids from `start` on, then `drafts`.
 
-    by_head: whether the drafts are those of the model's head.
+    `source`: what has made the drafts.
     """
 
     request: Request
     start: int
     tokens: int
     drafts: Sequence[int] = ()
-    by_head: bool = False
+    source: Source = "ngram"
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -199,8 +201,9 @@ class Scheduler:
     Attributes: `recurrent`, the slots of a model that computes from states; `drafter`, what drafts
     for requests, if something does; `waiting`, the next one first; `running`, the oldest first; and
     counts of all that has been: `preemptions`, `prompt_tokens`, `reused_tokens` (that the prefix
-    cache spared, those of preempted requests too), `drafted_tokens` and how many of them were
-    right, `accepted_drafts`; `attention`, the pages that were read where attention has a policy.
+    cache spared, those of preempted requests too), `drafts`, and how many of them were right;
+    `attention`, the pages that were read where attention has a policy; `head_report`, of what a
+    draft head drafts.
     """
 
     def __init__(
@@ -221,8 +224,8 @@ class Scheduler:
         self.options, self.costs, self._copy_block = options, StepCosts(), copy_block
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.preemptions = self.drafted_tokens = self.accepted_drafts = 0
-        self.prompt_tokens = self.reused_tokens = 0
+        self.preemptions = self.prompt_tokens = self.reused_tokens = 0
+        self.drafts, self.head_report = NO_DRAFTS, HeadReport()
         self.attention, self.inputs = ShareRead(), ShareRead()
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
@@ -240,8 +243,9 @@ class Scheduler:
             cached_blocks=self.allocator.cached_blocks,
             preemptions=self.preemptions,
             reused_tokens=self.reused_tokens,
-            drafted_tokens=self.drafted_tokens,
-            accepted_drafts=self.accepted_drafts,
+            drafted_tokens=self.drafts.drafted,
+            accepted_drafts=self.drafts.accepted,
+            drafts=self.drafts,
             prompt_tokens=self.prompt_tokens,
             attention_read=self.attention.share,
             inputs_skipped=1 - self.inputs.share,
@@ -267,6 +271,20 @@ class Scheduler:
             request.computed = 0
         self._free(request)
 
+    def verified(self, step: PlannedStep, accepted_drafts: int) -> str | None:
+        """Enter how many drafts of a step were right; a remark on the draft head, once."""
+        request, drafted = step.request, len(step.drafts)
+        if not drafted:
+            return None
+        request.drafts = request.drafts.plus(step.source, drafted, accepted_drafts)
+        self.drafts = self.drafts.plus(step.source, drafted, accepted_drafts)
+        if step.source == "head":
+            self.head_drafts.learn(request, drafted, accepted_drafts)
+            return self.head_report.add(drafted, accepted_drafts)
+        if request.acceptance is not None:
+            request.acceptance.learn(drafted, accepted_drafts)
+        return None
+
     def computed(self, step: PlannedStep, accepted_drafts: int) -> None:
         """Keys and values of a step are in the pool; drafts that were rejected are not counted."""
         request, size = step.request, self.block_size
@@ -275,12 +293,6 @@ class Scheduler:
         request.computed = min(certain + accepted_drafts, len(request.ids))
         request.replays = request.computed - certain
         self._keep_state(request)
-        self.drafted_tokens += len(step.drafts)
-        self.accepted_drafts += accepted_drafts
-        if step.drafts and step.by_head:
-            self.head_drafts.learn(request, len(step.drafts), accepted_drafts)
-        elif step.drafts and request.acceptance is not None:
-            request.acceptance.learn(len(step.drafts), accepted_drafts)
         if self.options.prefix_cache:
             for i in range(full, request.computed // size):
                 self.allocator.register(request.blocks[i], request.contents(i, size))
@@ -342,7 +354,9 @@ class Scheduler:
             request = step.request
             maximum = min(left, request.draft_limit(self.max_positions))
             limit, acceptance = maximum, request.acceptance
-            if maximum > 0 and acceptance is not None:
+            if not request.drafts_from_text:
+                maximum = 0
+            elif maximum > 0 and acceptance is not None:
                 acceptance.read(request.content)
                 maximum = min(maximum, acceptance.choose(self.costs, tokens, expected, streams))
             has_head = self.drafter is not None and request.drafts_from_head
@@ -360,7 +374,7 @@ class Scheduler:
 
     def _from_text(self, request: Request, maximum: int, has_head: bool) -> list[int]:
         """At most so many drafts from what the text repeats."""
-        if maximum <= 0 or not request.drafts_from_text:
+        if maximum <= 0:
             return []
         if has_head and request.acceptance is not None:
             head = request.head_acceptance or self.head_drafts.shared
@@ -395,7 +409,7 @@ class Scheduler:
         with self.head_drafts.timed(len(steps), max(depths)):
             found = self.drafter.propose([step.request for step in steps], depths)
         for step, drafts in zip(steps, found, strict=True):
-            step.drafts, step.by_head = drafts, True
+            step.drafts, step.source = drafts, "head"
 
     def _room(self, request: Request, drafts: int) -> int:
         """For how many of so many drafts a request has blocks now, those that are free included."""

@@ -174,6 +174,11 @@ class Decoder(Tracked):
         self.mtp = head
 
     @property
+    def draft_head(self) -> DraftHead | None:
+        """The MTP head, if it has one."""
+        return self.mtp
+
+    @property
     def cache_config(self) -> ModelConfig:
         """The config of caches over which the model's head can draft, if it has one."""
         return with_draft(self.config, None if self.mtp is None else self.mtp.draft)
