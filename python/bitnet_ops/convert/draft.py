@@ -21,7 +21,7 @@ from bitnet_ops.nn.digits import digit_group, to_digits
 from bitnet_ops.nn.packing import PackedWeight
 
 GATE = "mtp.layers.0.mlp.gate_proj.weight"
-_CHUNK_ELEMS = 1 << 22  # bounds the temporaries of the digits, whatever a matrix's size
+_CHUNK_ELEMS = 1 << 20  # bounds the temporaries of the digits, whatever a matrix's size
 # parts of names that say what a head has beside a layer of its trunk's kind
 _OTHERS = {
     "embed_tokens": "an embedding of its own",

@@ -204,7 +204,9 @@ def _gguf_rotation(
 def _q8_0(reader: GgufReader, info: TensorInfo) -> Tensor:
     """float32; without the gguf package, which conversions of bundles must not need."""
     blocks: Any = reader.data(info.name).view(_BLOCK)
-    values = blocks["codes"].astype(np.float32) * blocks["scale"].astype(np.float32)[:, None]
+    values = blocks["codes"].astype(np.float32)
+    values *= blocks["scale"].astype(np.float32)[:, None]
+    reader.release(info.name)
     return torch.from_numpy(values).view(info.shape)
 
 
