@@ -9,6 +9,7 @@ distribution leads to the same token.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -43,8 +44,10 @@ class HeadDrafter:
     def __init__(self, model: Decoder, pool: KVPool, words: DraftWords | None = None) -> None:
         assert model.mtp is not None
         self._model, self._head, self._pool = model, model.mtp, pool
-        self.words = DraftWords(model.head) if words is None else words
-        self._logits: Tensor | None = None  # of all tokens, -inf but for the words
+        ends = model.config.eos_token_ids
+        self.words = DraftWords(model.head, always=ends) if words is None else words
+        # how many tokens of a request the words have seen
+        self._seen: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[Request], depths: Sequence[int]) -> list[list[int]]:
@@ -52,6 +55,7 @@ class HeadDrafter:
 
         Each is at its newest token, of which the model's step comes next.
         """
+        self._learn(requests)
         found: list[list[int]] = [[] for _ in requests]
         states = kept_states(self._pool, [r.slot for r in requests], [r.replays for r in requests])
         rows = list(range(len(requests)))
@@ -77,9 +81,13 @@ class HeadDrafter:
                     found[i].append(token)
         return found
 
-    def learn(self, ids: Sequence[int]) -> None:
-        """Tokens of prompts and answers, which the head may draft from now on."""
-        self.words.learn(ids)
+    def _learn(self, requests: Sequence[Request]) -> None:
+        """Tokens of prompts and answers may be drafted from now on."""
+        new: list[int] = []
+        for request in requests:
+            new += request.ids[self._seen.get(request, 0) :]
+            self._seen[request] = len(request.ids)
+        self.words.learn(new)
 
     def _choose(self, requests: Sequence[Request], depth: int, states: Tensor) -> list[int]:
         """The next token of each request by the head; -1: none."""
