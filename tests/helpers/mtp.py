@@ -166,6 +166,11 @@ def turned(made: Hybrid, matrix: np.ndarray) -> np.ndarray:
     return hadamard(matrix.astype(np.float64) * made.signs[matrix.shape[1]], made.sizes.block)
 
 
+def turned_back(made: Hybrid, stored: np.ndarray) -> np.ndarray:
+    """The contrary: W of the W' that is stored."""
+    return hadamard(stored.astype(np.float64), made.sizes.block) * made.signs[stored.shape[1]]
+
+
 def gguf_values(made: Hybrid, head: Head, *, rotated: bool = False) -> dict[str, np.ndarray]:
     """What a bundle's tensors stand for, as stored: rotated ones are W'."""
     found = plain(head)
