@@ -6,8 +6,8 @@
     python scripts/train_demo_draft_head.py --text kjv.txt --out demo-head
 
 Trained on the chapters that the model was trained on, and on texts that the model writes itself.
-Writes config.json and model.safetensors, which `bitnet-ops convert MODEL OUT --draft-from demo-head`
-reads, and acceptance.json: on the held-out chapters, and on the model's own answers.
+Writes config.json and model.safetensors, which `bitnet-ops convert --draft-from demo-head` reads,
+and acceptance.json: on the held-out chapters, and on the model's own answers.
 """
 
 import argparse
@@ -34,7 +34,7 @@ CHAT = [
     "Speak to me of the sea and of the ships.",
 ]
 REPETITIVE = [
-    "The sons of Judah; Er, and Onan, and Shelah. The sons of Pharez; Hezron, and Hamul. The sons of",
+    "The sons of Judah; Er, and Onan, and Shelah. The sons of Pharez; Hezron, and Hamul.",
     "One kid of the goats for a sin offering: One kid of the goats for a sin offering: One kid",
     "And the evening and the morning were the first day. And the evening and the morning were",
     "for his mercy endureth for ever. O give thanks unto the God of gods: for his mercy endureth",

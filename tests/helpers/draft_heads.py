@@ -62,7 +62,7 @@ def strong_head(
     found = {}
     for name, shape in head_shapes(config, intermediate_size).items():
         if len(shape) == 1:
-            found[name] = _norm(shape[0], generator)
+            found[name] = strong_norm(shape[0], generator)
             continue
         weight = torch.randn(shape, generator=generator) / shape[1] ** 0.5
         if name == "mtp.fc.weight":
@@ -80,7 +80,12 @@ def strong_head(
 _SHARP = 1.5  # times what gives scores of standard deviation 1, before norms spread them
 
 
-def _norm(width: int, generator: torch.Generator) -> Tensor:
+def strong_norm(width: int, generator: torch.Generator) -> Tensor:
+    """Factors float32 [width] from 1/4 to 4 in random order, a tenth of them negative.
+
+    Also for the last norm of a trunk: where its factors are near 1, a state from before it is as
+    good as one from behind it, since the head norms what it is given.
+    """
     factors = torch.logspace(-2, 2, width, base=2.0)[torch.randperm(width, generator=generator)]
     negative = torch.rand(width, generator=generator) < 0.1
     return torch.where(negative, -factors, factors)

@@ -37,7 +37,6 @@ from bitnet_ops.training.model import DROPPED, TrainingError
 
 Feed = Literal["after", "before"]
 PREFIX = "mtp."
-KEY = "draft_head"  # of config.json
 MAX_DEPTH = 3
 
 
@@ -64,7 +63,7 @@ def round_to_levels_ste(weight: Tensor, digits: int) -> Tensor:
 
 
 class DigitLinear(nn.Linear):
-    """y = q8(x) @ levels(weight)^T: what a matrix of digits computes, both roundings trained through.
+    """y = q8(x) @ levels(weight)^T, as a matrix of digits gives it; gradients skip both roundings.
 
     Inputs are rounded to int8 with a scale for every group of features, as the product of a matrix
     with scales of groups does. `compute`: the dtype of the product.
@@ -100,6 +99,8 @@ class _Keys:
 
 
 class _Attention(nn.Module):
+    frequencies: Tensor
+
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
         dim, hidden = c.head_dim, c.hidden_size
@@ -356,10 +357,10 @@ class DraftHeadWeights:
     def save(self, folder: str | os.PathLike[str], config: Mapping[str, Any]) -> Path:
         """Write config.json and model.safetensors into the new folder `folder`, and return it.
 
-        `bitnet-ops convert MODEL OUT --draft-from FOLDER` reads it. config: the model's own
-        config.json, parsed; it must be that of the model that the head was trained over. Matrices
-        become bfloat16, which keeps their levels. Raises TrainingError for another config,
-        ConvertError where the folder exists.
+        `bitnet-ops convert MODEL OUT --draft-from FOLDER` takes the head from there, with
+        `--draft-feed before` where that is its `feed`. config: the parsed config.json of the model
+        that the head was trained over. Matrices become bfloat16, which keeps their levels. Raises
+        TrainingError for another config, ConvertError where the folder exists.
         """
         if ModelConfig.from_hf(config, ignore_unknown=True) != self.config:
             raise TrainingError(
@@ -367,9 +368,6 @@ class DraftHeadWeights:
                 "got another one; pass its own"
             )
         kept = {key: value for key, value in config.items() if key not in DROPPED}
-        kept |= {"mtp_num_hidden_layers": 1}
-        if self.feed != "after":
-            kept[KEY] = {"feed": self.feed}
         target = Path(folder)
         check_destination(target / "draft-head", target, force=False)
         tensors = {
@@ -408,7 +406,9 @@ class _Batches:
             for number, (ids, _) in enumerate(self.texts):
                 spare = len(ids) % self.length  # so that every place begins a piece now and then
                 first = self.random.randint(0, spare)
-                again += [(number, at) for at in range(first, len(ids) - self.length + 1, self.length)]
+                again += [
+                    (number, at) for at in range(first, len(ids) - self.length + 1, self.length)
+                ]
             self.random.shuffle(again)
             self.pieces += again
         taken, self.pieces = self.pieces[:count], self.pieces[count:]
@@ -621,7 +621,7 @@ def _noise_of(logits: Tensor, drawn: Tensor, generator: torch.Generator) -> Tens
 
     def exponential(*shape: int) -> Tensor:
         u = torch.rand(*shape, dtype=torch.float64, generator=generator)
-        return -torch.log1p(-u).clamp(min=1e-300)
+        return (-torch.log1p(-u)).clamp(min=1e-300)
 
     largest = torch.logsumexp(logits, -1) - exponential(len(logits)).log()
     below = torch.exp(-largest).unsqueeze(-1) + exponential(*logits.shape) * torch.exp(-logits)
