@@ -31,7 +31,13 @@ from torch import Tensor
 from bitnet_ops.config import UnsupportedModelError
 from bitnet_ops.config.hybrid import ROTATION, flat, passed_over, written_rotation
 from bitnet_ops.convert.errors import ConvertError, listed, reject
-from bitnet_ops.convert.hybrid import PACKAGE, PackageRotation, own_name, read_package
+from bitnet_ops.convert.hybrid import (
+    PACKAGE,
+    PackageRotation,
+    draft_name,
+    own_name,
+    read_package,
+)
 from bitnet_ops.convert.source import reject_changed, stamp
 from bitnet_ops.formats.destination import TOKENIZER_FILES
 from bitnet_ops.generate.tokenizer import CONFIG_FILE, TEMPLATE_FILE
@@ -48,6 +54,7 @@ from bitnet_ops.untrusted import (
 )
 
 SINGLE = "model.safetensors"
+DRAFT_FILE = "mtp/weights.safetensors"  # of MLX packages, where nothing else globs it
 INDEX = "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
@@ -112,6 +119,8 @@ class Checkpoint:
         self.published = self.config
         _reject_folded(self.folder, self.config)
         names, index = _weight_files(self.folder, allow_pickle)
+        if is_mlx(self.config) and (self.folder / DRAFT_FILE).is_file():
+            names = [*names, DRAFT_FILE]
         _check_links(self.folder, names)
         self.pickled = not names[0].endswith(".safetensors")
         self._files = {name: _open(self.folder / name) for name in names}
@@ -358,26 +367,37 @@ def _single_or_index(
     both are there: an index is not needed beside it, and only says whether there is another set.
     """
     if (folder / single).is_file():
-        others = _others(folder, single, index, suffix)
+        others, drafts = _others(folder, single, index, suffix)
         if others:
             reject("ambiguous-weights", f"{single}, or the files that {index} names",
                    f"both, {single} and {listed(others)}",
                    "remove the set that does not belong to this config.json")  # fmt: skip
-        return [single], None
+        return [single, *drafts], None
     if (folder / index).is_file():
         return _shard_names(folder, index, _weight_map(folder, index, suffix)), index
     return None
 
 
-def _others(folder: Path, single: str, index: str, suffix: str) -> list[str]:
-    """The files beside `single` that `index` names and that are there."""
+def _others(folder: Path, single: str, index: str, suffix: str) -> tuple[list[str], list[str]]:
+    """The files beside `single` that `index` names and that are there.
+
+    And those of them that hold layers that draft tokens, which belong to `single`.
+    """
     if not (folder / index).is_file():
-        return []
+        return [], []
     try:
-        names = set(_weight_map(folder, index, suffix).values())
+        weight_map = _weight_map(folder, index, suffix)
     except ConvertError:  # it names no files, so there is no other set
-        return []
-    return sorted(n for n in names if n != single and (folder / n).is_file())
+        return [], []
+    drafts = _draft_files(weight_map)
+    names = [n for n in sorted(set(weight_map.values())) if n != single and (folder / n).is_file()]
+    return [n for n in names if n not in drafts], [n for n in names if n in drafts]
+
+
+def _draft_files(weight_map: Mapping[str, str]) -> set[str]:
+    """The files of an index that hold nothing but layers that draft tokens."""
+    others = {file for name, file in weight_map.items() if draft_name(name) is None}
+    return set(weight_map.values()) - others
 
 
 def _reject_other_weights(folder: Path, allow_pickle: bool) -> NoReturn:
@@ -439,7 +459,11 @@ def _weight_map(folder: Path, index: str, suffix: str) -> dict[str, str]:
 
 
 def _shard_names(folder: Path, index: str, weight_map: dict[str, str]) -> list[str]:
-    names = sorted(set(weight_map.values()))
+    # people move this file where no pattern of names finds it, and leave the index as it was
+    drafts = _draft_files(weight_map) if (folder / DRAFT_FILE).is_file() else set()
+    names = [
+        n for n in sorted(set(weight_map.values())) if n not in drafts or (folder / n).is_file()
+    ]
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
         reject(
@@ -525,6 +549,9 @@ def _records(files: dict[str, Any]) -> dict[str, TensorRecord]:
 def _check_index(folder: Path, index: str, records: dict[str, TensorRecord]) -> None:
     """The index and the shards' headers must say the same."""
     weight_map = _weight_map(folder, index, Path(next(iter(records.values())).file).suffix)
+    moved = {name for name, record in records.items() if record.file == DRAFT_FILE}
+    weight_map = {name: file for name, file in weight_map.items() if name not in moved}
+    records = {name: record for name, record in records.items() if name not in moved}
     wrong = [n for n, file in weight_map.items() if n not in records or records[n].file != file]
     wrong += [n for n in records if n not in weight_map]
     if wrong:
