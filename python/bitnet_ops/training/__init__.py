@@ -6,7 +6,7 @@
 
 `TrainableBitLinear` is the layer people train; `bitnet_ops.BitLinear` is the packed layer that runs
 afterwards. `train_draft_head` trains a head that drafts tokens for a model that has none.
-docs/guide/training.md has the whole story. No forward here uses inference ops.
+docs/guide/training.md has the whole story. No forward that trains uses inference ops.
 """
 
 from bitnet_ops.training.draft_head import (
