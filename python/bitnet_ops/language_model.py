@@ -49,6 +49,7 @@ from bitnet_ops.generate.text import (
     parse_options,
 )
 from bitnet_ops.generate.tokenizer import Tokenizer, TokenizerError
+from bitnet_ops.loading.draft import attach_draft_head
 from bitnet_ops.loading.generation_config import GenerationConfig, read_generation_config
 from bitnet_ops.loading.resolve import LoadError
 from bitnet_ops.loading.weight_choice import WeightChoice, check_use, choose_for_file
@@ -98,6 +99,7 @@ def load(
     vision: bool = True,
     image_limits: ImageLimits | None = None,
     mmproj: str | os.PathLike[str] | None = None,
+    draft: bool = True,
 ) -> LanguageModel:
     """Open a model.
 
@@ -150,6 +152,8 @@ def load(
             None: the defaults of vision.decode.ImageLimits.
         mmproj: of a model that is converted now, the GGUF file with its tower for pictures; None:
             the checkpoint's own, or the mmproj file in the folder of a GGUF file.
+        draft: read the draft head, where the model's file has one, which guesses tokens for
+            `speculation`; False: leave it in the file. Results are the same.
     Returns the LanguageModel.
     Raises LoadError, loading.hub.HubError, convert.ConvertError, config.UnsupportedModelError,
     config.attention.AttentionPolicyError, config.sparsity.ActivationSparsityError,
@@ -177,6 +181,7 @@ def load(
         check_megabytes("load: expected kv_cache_mb", kv_cache_mb)
     check_megabytes("load: expected prefix_dir_mb", prefix_dir_mb)
     check_flag("load: expected vision", vision)
+    check_flag("load: expected draft", draft)
     limits = ImageLimits() if image_limits is None else image_limits
     check_kind("load: expected image_limits as ImageLimits or None", limits, ImageLimits)
     adapters = _read_adapters(lora)
@@ -196,12 +201,12 @@ def load(
         "image_limits": limits if vision else None,
     }
     try:
-        return _open(found.file, choose(found.file), *form, adapters, options)
+        return _open(found.file, choose(found.file), *form, adapters, draft, options)
     except sglbitnt.SglbitntError as error:
         if found.source is None:
             raise
         found = convert_again(found, error)
-    return _open(found.file, choose(found.file), *form, adapters, options)
+    return _open(found.file, choose(found.file), *form, adapters, draft, options)
 
 
 def _open(
@@ -214,6 +219,7 @@ def _open(
     attention: str | None,
     activation_sparsity: str | None,
     adapters: Mapping[str | None, Adapter],
+    draft: bool,
     options: Mapping[str, Any],
 ) -> LanguageModel:
     formats = choice.weight_format, head_format
@@ -222,6 +228,8 @@ def _open(
     model.set_activation_sparsity(activation_sparsity)
     for name, adapter in adapters.items():
         model.add_adapter(adapter, name)
+    if draft:
+        attach_draft_head(model, file, choice.weight_format)
     folder = file.parent
     tokenizer = Tokenizer.from_dir(folder) if (folder / "tokenizer.json").is_file() else None
     generation = read_generation_config(folder, model.config, tokenizer)
@@ -432,7 +440,7 @@ class LanguageModel:
         Options, all neutral by default: max_new_tokens=128, temperature=0 (greedy), top_k=0,
         top_p=1, min_p=0, repetition_penalty=1, seed=None, frequency_penalty=0, presence_penalty=0,
         logit_bias=None, logprobs=None (see sampling.SamplingParams); stop=(), texts that end the
-        answer and are left out of it; ignore_eos=False; speculation="off"; json_schema=None, or a
+        answer and are left out of it; ignore_eos=False; speculation="auto"; json_schema=None, or a
         JSON schema or pydantic model that the text is to satisfy (see GenerateOptions).
         Why it ended is in the Completion's `finish_reason`, what its tokens' probabilities were in
         `logprobs`. Raises TypeError for an unknown option or another kind of

@@ -112,7 +112,7 @@ def test_generate_json(threads: str) -> None:
             "logit_bias": None,
             "logprobs": None,
             "stop": [],
-            "speculation": "off",
+            "speculation": "auto",
         },
         "lora": None,
         "prompt_tokens": len(CASE["prompt_ids"]),

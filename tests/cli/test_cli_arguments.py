@@ -88,6 +88,7 @@ def test_the_fields_names_are_aliases(command: str) -> None:
 
 
 # words -> what the message says
+HOW = "expected auto, ngram, head, off or an integer at least 0, got"
 USAGE: list[tuple[str, str]] = [
     # commands and options that are none, with the nearest one
     ("train", "expected a command among generate, chat"),
@@ -146,9 +147,13 @@ USAGE: list[tuple[str, str]] = [
     ("generate x --logit-bias 7=101", "to 100, got '7=101'"),
     ("generate x --logprobs 21", "--logprobs: expected an integer from 0 to 20, got '21'"),
     ("generate x --frequency-penalty 3", "--frequency-penalty: expected a number from -2 to 2"),
-    ("generate x --speculation fast", "expected off, auto or an integer at least 0, got 'fast'"),
-    ("serve x --speculation fast", "expected off, auto or an integer at least 0, got 'fast'"),
-    ("generate x --speculation -1", "expected off, auto or an integer at least 0, got '-1'"),
+    ("generate x --speculation fast", f"{HOW} 'fast'"),
+    ("serve x --speculation fast", f"{HOW} 'fast'"),
+    ("generate x --speculation -1", f"{HOW} '-1'"),
+    ("generate x --speculation head --no-draft", "expected --speculation head or --no-draft"),
+    ("chat --speculation head --no-draft", "expected --speculation head or --no-draft"),
+    ("serve x --speculation head --no-draft", "expected --speculation head or --no-draft"),
+    ("embed x y --no-draft", "--no-draft"),
     ("dummy tiny x --seed x", "--seed: expected an integer from 0"),
 ]
 

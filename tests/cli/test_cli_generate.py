@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bitnet_ops import machine
-from bitnet_ops.cli import main
-from bitnet_ops.cli.generate import looks_like_a_model
+from bitnet_ops import language_model, machine
+from bitnet_ops.cli import _parse, main
+from bitnet_ops.cli.generate import looks_like_a_model, open_model
 from bitnet_ops.cli.terminal import TextError, checked
 from bitnet_ops.generate.engine_core import EngineCore
 from bitnet_ops.language_model import DEMO_DIR
@@ -243,14 +244,101 @@ def test_penalties_and_biases_reach_the_sampler(capsys: pytest.CaptureFixture[st
     assert len(set(ids("--presence-penalty", "2"))) > len(set(plain))
 
 
-@pytest.mark.parametrize("how", ["off", "auto", "5"])
+@pytest.mark.parametrize("how", ["auto", "ngram", "5"])
 def test_speculation_leaves_the_text_alone(how: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["generate", "-p", "so " * 40, "-n", "40", "--ignore-eos", "--json"]
     texts = []
-    for more in ([], ["--speculation", how]):
-        assert main([*words, *more, "--temp", "0.7", "--seed", "2"]) == 0
+    for more in ("off", how):
+        assert main([*words, "--speculation", more, "--temp", "0.7", "--seed", "2"]) == 0
         texts.append(json.loads(capsys.readouterr().out)["text"])
     assert texts[0] == texts[1]
+
+
+def test_the_last_line_and_json_say_how_many_drafts_were_right(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["generate", "-p", "so " * 40, "-n", "40", "--ignore-eos", "--speculation"]
+    assert main([*words, "4", "--json"]) == 0
+    counts = json.loads(capsys.readouterr().out)["drafts"]["ngram"]
+    assert 0 < counts["accepted"] <= counts["drafted"]
+    assert main([*words, "4"]) == 0
+    right = f"{counts['accepted']} of {counts['drafted']} drafts right | "
+    assert re.search(rf" tokens/s, {right}", capsys.readouterr().err)
+    assert main([*words, "off", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["drafts"] == {}
+    assert main([*words, "off"]) == 0
+    assert "draft" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "read"),
+    [
+        (["generate", "x", "y"], True),
+        (["chat", "x", "--speculation", "head"], True),
+        (["serve", "x", "--speculation", "3"], True),
+        (["serve", "x", "--no-draft"], False),
+        (["generate", "x", "y", "--no-draft"], False),
+        (["generate", "x", "y", "--speculation", "ngram"], False),
+        (["chat", "x", "--speculation", "off"], False),
+        (["chat", "x", "--speculation", "0"], False),
+        (["embed", "x", "y"], False),
+    ],
+    ids=" ".join,
+)
+def test_a_draft_head_is_read_where_it_may_be_used(
+    words: list[str], read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Loaded(Exception):
+        pass
+
+    def load(*_: object, draft: bool, **__: object) -> None:
+        assert draft is read
+        raise Loaded
+
+    monkeypatch.setattr(language_model, "load", load)
+    args = _parse(words)
+    with pytest.raises(Loaded):
+        open_model("x", args)
+
+
+# Every draft is a head's, and wrong.
+WRONG_HEAD = """
+import sys
+from bitnet_ops.cli import main
+from bitnet_ops.generate import draft_report
+from bitnet_ops.generate.scheduler import Scheduler
+
+verified, draft_report._ENOUGH = Scheduler.verified, 3
+
+def wrong(self, step, accepted):
+    step.source = "head"
+    return verified(self, step, 0)
+
+Scheduler.verified = wrong
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("words", [["generate"], ["generate", "--json"], ["chat", "--plain"]])
+def test_the_remark_on_a_draft_head_stands_behind_the_text_once(words: list[str]) -> None:
+    """Python would print the engine's warning where it comes, amid the text."""
+    command, *more = words
+    options = ["--speculation", "4", "-n", "30", *more]
+    text = "so " * 40
+    if command == "generate":
+        options = ["-p", text, *options]
+    done = subprocess.run(
+        [sys.executable, "-c", WRONG_HEAD, command, *options],
+        input=f"{text}\n{text}\n",
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    remarks = [line for line in lines if "draft head" in line]
+    assert len(remarks) == 1 and re.match(r"note: draft head: expected .* got 0 %", remarks[0])
+    if command == "generate":
+        assert lines[-1] == remarks[0]
 
 
 def test_a_limit_of_the_address_space_makes_the_cache_smaller() -> None:

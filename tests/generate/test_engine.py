@@ -33,6 +33,7 @@ from bitnet_ops.generate.engine import (
     SchedulerOptions,
 )
 from bitnet_ops.generate.sampling import SamplingError
+from bitnet_ops.generate.speculation import DraftHeadError
 from bitnet_ops.models import Decoder
 from bitnet_ops.models.step_batch import StepBatch
 from bitnet_ops.nn.kv_config import KV_DTYPES, bytes_of_block
@@ -154,11 +155,11 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"adapter": "x"}, LoraError, "a model with adapters"),
     ({"consumer": []}, TypeError, "consumer as a function"),
     ({"constraint": {1, 2}}, TypeError, r"constraint with mask\(\) and add\(token\), got"),
-    ({"max_drafts": -1}, ValueError, 'max_drafts "auto" or an integer at least 0, got -1'),
+    ({"max_drafts": -1}, ValueError, "max_drafts .* None or an integer at least 0, got -1"),
     ({"max_drafts": 1.5}, ValueError, "max_drafts"),
     ({"max_drafts": "many"}, ValueError, "max_drafts"),
     ({"max_drafts": True}, ValueError, "max_drafts"),
-    ({"max_drafts": None}, ValueError, "max_drafts"),
+    ({"max_drafts": "head"}, DraftHeadError, "expected max_drafts .* draft head.* --draft-from"),
     ({"keep_prefix": 1}, TypeError, "keep_prefix as bool"),
 ]
 

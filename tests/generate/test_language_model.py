@@ -356,11 +356,11 @@ def test_logprobs_come_from_every_way_to_generate(demo: LanguageModel) -> None:
     assert demo.generate("And", max_new_tokens=6).logprobs == []
 
 
-@pytest.mark.parametrize("how", ["auto", 1, 7])
+@pytest.mark.parametrize("how", ["auto", "ngram", 1, 7])
 def test_speculation_changes_no_text(demo: LanguageModel, how: Any) -> None:
     text = "the son of Adam, which was the son of Adam, which was"
     for options in ({}, {"temperature": 0.9, "seed": 4}):
-        plain = demo.generate(text, max_new_tokens=40, **options)
+        plain = demo.generate(text, max_new_tokens=40, speculation="off", **options)
         assert demo.generate(text, max_new_tokens=40, speculation=how, **options) == plain
         batch = demo.generate_batch([text, "In"], max_new_tokens=40, speculation=how, **options)
         assert batch[0] == plain

@@ -18,9 +18,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bitnet_ops.generate.engine import Finished, Limits, NewToken, SamplingParams
-from bitnet_ops.generate.speculation import MAX_DRAFTS, Acceptance, StepCosts, propose
+from bitnet_ops.generate.request import Request
+from bitnet_ops.generate.speculation import (
+    MAX_DRAFTS,
+    Acceptance,
+    Speculation,
+    StepCosts,
+    propose,
+    read_speculation,
+)
 from bitnet_ops.models.step_batch import StepBatch
-from paged_fake import VOCAB, FakeEngine, FakeModel
+from paged_fake import VOCAB, FakeEngine, FakeModel, periodic
 
 Cost = Callable[[int], float]
 
@@ -173,10 +181,6 @@ class Machine:
         self.now += self.cost(len(batch.token_ids))
 
 
-def periodic(ids: Tensor) -> Tensor:
-    return torch.nn.functional.one_hot((ids + 1) % VOCAB, VOCAB).float() * 9
-
-
 def restless(ids: Tensor) -> Tensor:
     """Next tokens that repeat single tokens, but hardly ever what followed them."""
     rows = [torch.randn(VOCAB, generator=torch.Generator().manual_seed(int(i))) for i in ids]
@@ -229,6 +233,53 @@ def test_a_stop_id_among_right_drafts_ends_the_text() -> None:
     engine.add(list(range(VOCAB)) * 2, None, Limits(30, frozenset({3})), max_drafts=8)
     events = [event for _ in range(2) for event in engine.step()]
     assert events == [NewToken(0, 0), NewToken(0, 1), NewToken(0, 2), Finished(0, "stop", 3)]
+
+
+# What is asked for -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "maximum", "adaptive", "text", "head"),
+    [
+        ("auto", MAX_DRAFTS, True, True, True),
+        ("ngram", MAX_DRAFTS, True, True, False),
+        ("head", MAX_DRAFTS, True, False, True),
+        ("off", 0, False, False, False),
+        (None, 0, False, False, False),
+        (0, 0, False, False, False),
+        (3, 3, False, True, True),
+        (10**30, 10**30, False, True, True),
+    ],
+)
+def test_a_request_knows_what_may_draft_and_how_much(
+    asked: Speculation, maximum: int, adaptive: bool, text: bool, head: bool
+) -> None:
+    request = Request(0, [1, 2], limits=Limits(10**40), max_drafts=asked)
+    assert (request.max_drafts, request.acceptance is not None) == (maximum, adaptive)
+    assert (request.drafts_from_text, request.drafts_from_head) == (text, head)
+
+
+@pytest.mark.parametrize("asked", ["Auto", "", "3", b"auto", -1, 1.0, True, [], {}, ["auto"]])
+def test_other_words_and_numbers_are_refused_in_one_line(asked: object) -> None:
+    expected = 'who: expected "auto", "ngram", "head", "off", None or an integer at least 0, got '
+    with pytest.raises(ValueError, match=f"^{expected}"):
+        read_speculation(asked, "who: expected")
+
+
+def test_without_a_head_its_drafts_are_none_and_those_of_the_text_stay_away() -> None:
+    """ "head" is a word of its own: a model that has one drafts by it, never from the text."""
+    engine = FakeEngine(model=FakeModel(logits=periodic))
+    with pytest.raises(ValueError, match="--draft-from BASE"):
+        engine.add([0, 1], max_drafts="head")
+    engine.fake.draft_head = object()  # type: ignore[attr-defined]
+    engine.add(list(range(VOCAB)) * 2, limits=Limits(30), max_drafts="head")
+    while engine.has_work:
+        engine.step()
+    assert engine.stats().drafted_tokens == 0
+    engine.add(list(range(VOCAB)) * 2, limits=Limits(30), max_drafts="ngram")
+    while engine.has_work:
+        engine.step()
+    assert engine.stats().drafted_tokens > 0
 
 
 # Drafts, against a search written plainly ---------------------------------------------------------

@@ -47,6 +47,11 @@ def next_logits(ids: Sequence[int], adapter: str | None = None) -> Tensor:
     return torch.from_numpy(logits.astype(np.float32))
 
 
+def periodic(ids: Tensor) -> Tensor:
+    """Logits f32 [n, VOCAB], of FakeModel, of a text that counts up again and again."""
+    return torch.nn.functional.one_hot((ids + 1) % VOCAB, VOCAB).float() * 9
+
+
 @dataclass(frozen=True)
 class Answer:
     """The tokens of a request and how it ended: a reason, or the name of an exception."""

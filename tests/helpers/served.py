@@ -60,16 +60,22 @@ class Scripted:
         if self.seconds:
             time.sleep(self.seconds)
         parts = batch.token_ids.tensor_split(batch.query_start_loc[1:-1])
-        wanted, next_ids = set(batch.logit_rows.tolist()), []
+        wanted, next_ids = batch.logit_rows.tolist(), dict.fromkeys(batch.logit_rows.tolist(), 0)
         for i, part in enumerate(parts):
             first, end = int(batch.block_table[i, 0]), int(batch.seq_lens[i])
             start = end - len(part)
             ids = self._texts.setdefault(first, [])
             ids[start:] = part.tolist()
-            if int(batch.query_start_loc[i + 1]) - 1 in wanted:
-                next_ids.append(self._next(first, ids, start))
+            before = int(batch.query_start_loc[i])
+            rows = sorted(row for row in wanted if before <= row < before + len(part))
+            for row in rows:  # behind the newest token, and behind drafts that are right
+                at = start + row - before + 1
+                if row > rows[0] and next_ids[row - 1] != ids[at - 1]:
+                    break
+                next_ids[row] = self._next(first, ids[:at], start if row == rows[0] else at - 1)
         one_hot = torch.nn.functional.one_hot(
-            torch.tensor(next_ids, dtype=torch.int64), self.config.vocab_size
+            torch.tensor([next_ids[row] for row in wanted], dtype=torch.int64),
+            self.config.vocab_size,
         )
         return one_hot.float() * 9
 

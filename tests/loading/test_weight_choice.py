@@ -433,13 +433,14 @@ def test_chat_loads_for_one_text_and_serve_for_many(monkeypatch: pytest.MonkeyPa
     calls: list[tuple[list[str], Callable[[Any], object]]] = [
         (["chat"], chat.run),
         (["chat", "--speculation", "auto"], chat.run),
+        (["chat", "--speculation", "ngram"], chat.run),
         (["embed", "model", "In"], embed.run),
         (["serve"], serve._load),
     ]
     for words, call in calls:
         with pytest.raises(Loaded):
             call(cli._parse(words))
-    assert uses == ["single", "batch", "batch", "batch"]
+    assert uses == ["single", "single", "batch", "batch", "batch"]
 
 
 def test_bench_model_chooses_as_a_load_does_and_times_what_lost(

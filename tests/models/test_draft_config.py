@@ -97,8 +97,18 @@ def test_without_norms_on_queries_and_gates_there_are_none_in_the_head(name: str
     found = draft_shapes(model, 512)
     queries = model.num_attention_heads * model.head_dim
     assert found["mtp.layers.0.self_attn.q_proj.weight"] == (queries, model.hidden_size)
-    assert not any("q_norm" in n or "k_norm" in n or "sub_norm" in n for n in found)
-    assert len(found) == 13
+    assert not any("q_norm" in n or "k_norm" in n for n in found)
+    sub_norms = {n: shape for n, shape in found.items() if "sub_norm" in n}
+    layer = "mtp.layers.0."
+    assert sub_norms == (
+        {
+            f"{layer}self_attn.attn_sub_norm.weight": (queries,),
+            f"{layer}mlp.ffn_sub_norm.weight": (512,),
+        }
+        if name == "2b-4t"
+        else {}
+    )
+    assert len(found) == 13 + len(sub_norms)
 
 
 def test_the_width_of_the_mlp_is_the_head_s_own() -> None:

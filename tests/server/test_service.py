@@ -265,8 +265,41 @@ def test_preempted_answers_are_the_same() -> None:
         assert lm.engine.stats().preemptions > 0
 
 
+@pytest.mark.parametrize("stop", [None, "void"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_timings_and_metrics_say_what_was_drafted(stream: bool, stop: str | None) -> None:
+    """Under llama-server's names, and only where something was drafted; n answers together."""
+    lm = greedy_demo()
+    body = {**chat("And God saw. " * 8), "max_tokens": 60, "n": 2, "stop": stop, "stream": stream}
+    body |= {"stream_options": {"include_usage": True}} if stream else {}
+
+    def timings(address: str, body: dict[str, Any]) -> dict[str, float]:
+        reply = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60)
+        if not stream:
+            return reply.json()["timings"]
+        parts = [json.loads(x) for x in re.findall(r"^data: (\{.*\})$", reply.text, re.M)]
+        return next(part["timings"] for part in parts if part.get("usage"))
+
+    def shown(address: str) -> dict[tuple[str, str], float]:
+        text = httpx.get(f"{address}/metrics").text
+        row = r'^bitnet_(drafted_tokens|accepted_drafts)\{model="demo",source="(\w+)"\} (\S+)$'
+        return {(name, source): float(n) for name, source, n in re.findall(row, text, re.M)}
+
+    with serving(app_of({"demo": lm}, speculation=4)) as address:
+        assert shown(address) == {("drafted_tokens", "ngram"): 0, ("accepted_drafts", "ngram"): 0}
+        found = timings(address, body)
+        until(lambda: not lm.engine.has_work)
+        stats, told = lm.engine.stats().drafts, shown(address)
+    assert 0 < found["draft_n_accepted"] <= found["draft_n"]
+    if stop is None:
+        assert (found["draft_n"], found["draft_n_accepted"]) == stats.ngram
+    assert tuple(told.values()) == stats.ngram
+    with serving(app_of({"demo": greedy_demo()}, speculation="off")) as address:
+        assert {"draft_n", "draft_n_accepted"}.isdisjoint(timings(address, body))
+
+
 @pytest.mark.parametrize("speculation", [4, "auto"])
-def test_guesses_change_no_answer(speculation: int | str) -> None:
+def test_guesses_change_no_answer(speculation: Any) -> None:
     lm, alone = greedy_demo(), greedy_demo()
     schema = {"type": "array", "items": {"enum": ["And God saw", "And God said"]}, "minItems": 6}
     form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
@@ -282,7 +315,7 @@ def test_guesses_change_no_answer(speculation: int | str) -> None:
             replies = [httpx.post(url, json=body, timeout=60).json() for body in bodies]
             return [reply["choices"][0]["message"]["content"] for reply in replies]
 
-    assert answers(lm, speculation=speculation) == answers(alone)
+    assert answers(lm, speculation=speculation) == answers(alone, speculation="off")
     assert speculation == "auto" or lm.engine.stats().accepted_drafts > 0
 
 

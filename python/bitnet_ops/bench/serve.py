@@ -32,6 +32,7 @@ from bitnet_ops.bench.harness import percentile
 from bitnet_ops.errors import BitNetError, counted
 from bitnet_ops.generate.engine import Event, Limits, NewToken, SamplingParams
 from bitnet_ops.generate.engine_thread import EngineThread
+from bitnet_ops.generate.speculation import DEFAULT_SPECULATION, Speculation
 from bitnet_ops.language_model import LanguageModel
 from bitnet_ops.untrusted.bounded import interpreter
 
@@ -52,8 +53,8 @@ class ServeSettings:
 
     model: for `bitnet-ops serve`. streams: numbers of equal streams. rates: arrivals a second, of
     `requests` each. system_tokens: of the shared prompt. prompt_tokens, new_tokens: the mix, from
-    which each request has one. stream_tokens: prompt and answer of a stream. options: more words
-    for the server's command.
+    which each request has one. stream_tokens: prompt and answer of a stream. speculation: of the
+    server and of the engine beside it. options: more words for the server's command.
     """
 
     model: str | None = None
@@ -65,6 +66,7 @@ class ServeSettings:
     prompt_tokens: tuple[int, ...] = (16, 64, 256)
     new_tokens: tuple[int, ...] = (16, 64, 128)
     seed: int = 0
+    speculation: Speculation = DEFAULT_SPECULATION
     options: tuple[str, ...] = ()
 
 
@@ -119,6 +121,7 @@ def server(settings: ServeSettings) -> Iterator[str]:
     """`bitnet-ops serve` as a process of its own; its address."""
     words = [settings.model] if settings.model is not None else []
     command = [interpreter(), "-m", "bitnet_ops", "serve", *words, "--port", "0"]
+    command += ["--speculation", str(settings.speculation)]
     process = subprocess.Popen([*command, *settings.options], stderr=subprocess.PIPE, text=True)
     timer = threading.Timer(_READY_S, process.kill)
     timer.start()
@@ -220,7 +223,7 @@ def _streams(
     served, alone, same = [], [], True
     for _ in range(_ROUNDS):  # new prompts each, or the cache would have them
         prompts = [texts.prompt(prompt) for _ in range(count)]
-        seconds, wanted = _engine_alone(lm, prompts, tokens)
+        seconds, wanted = _engine_alone(lm, prompts, tokens, settings.speculation)
         alone.append(seconds)
         began = time.perf_counter()
         replies = asyncio.run(_together(address, prompts, tokens))
@@ -243,7 +246,7 @@ async def _together(address: str, prompts: Sequence[Sequence[int]], tokens: int)
 
 
 def _engine_alone(
-    lm: LanguageModel, prompts: Sequence[Sequence[int]], tokens: int
+    lm: LanguageModel, prompts: Sequence[Sequence[int]], tokens: int, speculation: Speculation
 ) -> tuple[float, list[str]]:
     """Seconds and texts of the same requests without a server."""
     found: list[list[int]] = [[] for _ in prompts]
@@ -265,7 +268,9 @@ def _engine_alone(
         began = time.perf_counter()
         for seed, ids in enumerate(prompts):
             params = SamplingParams(temperature=1, top_k=40, seed=seed)
-            lm.engine.add(ids, params, Limits(tokens), consumer=consumer(seed))
+            lm.engine.add(
+                ids, params, Limits(tokens), max_drafts=speculation, consumer=consumer(seed)
+            )
         done.wait()
         seconds = time.perf_counter() - began
     return seconds, [lm.tokenizer.decode(ids) for ids in found]

@@ -56,8 +56,8 @@ class _Help(argparse.HelpFormatter):
 _LONG = frozenset({"generate", "chat", "serve"})
 _SELDOM = frozenset(
     """--attention --sparsity --weight-format --head-format --activation-format --cache --no-convert
-    --no-vision --image-max-tokens --mmproj --images-per-request --image-host --image-folder
-    --max-per-client --request-time --drain --prefix-dir-mb""".split()
+    --no-draft --no-vision --image-max-tokens --mmproj --images-per-request --image-host
+    --image-folder --max-per-client --request-time --drain --prefix-dir-mb""".split()
 )
 
 

@@ -23,6 +23,7 @@ from bitnet_ops.bench.shapes import (
     parse_words,
 )
 from bitnet_ops.cli.arguments import UsageError, add_force, add_json
+from bitnet_ops.cli.generate import add_speculation
 from bitnet_ops.cli.terminal import print_lines, print_result, progress_line
 from bitnet_ops.dummy.configs import CONFIGS
 from bitnet_ops.errors import counted
@@ -207,6 +208,7 @@ def _add_serve_arguments(serve: argparse.ArgumentParser) -> None:
     add("--prompts", default="16,64,256", help="tokens of prompts, a mix (default: 16,64,256)")
     add("--answers", default="16,64,128", help="tokens of answers, a mix (default: 16,64,128)")
     add("--plot", metavar="FILE", help="times to the first token, as FILE.png or .svg")
+    add_speculation(serve)
     add("--seed", type=int, default=0, help="of arrivals and prompts (default: 0)")
 
 
@@ -233,6 +235,7 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings:
         prompt_tokens=parse_counts("--prompts", args.prompts, 16384),
         new_tokens=parse_counts("--answers", args.answers, 16384),
         seed=args.seed,
+        speculation=args.speculation,
         options=("-t", args.threads) if args.threads else (),
     )
 

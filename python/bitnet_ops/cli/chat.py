@@ -22,10 +22,13 @@ from bitnet_ops.cli.generate import (
     add_model_arguments,
     add_sampling_arguments,
     add_template_arguments,
+    check_draft,
     check_template_options,
     figures,
     generation_note,
+    keep_draft_remark,
     makers_sampling,
+    note_draft_head,
     open_model,
     print_logprobs,
     sampling_options,
@@ -143,6 +146,7 @@ def check(args: argparse.Namespace) -> None:
     args.model = args.positional_model if args.model is None else args.model
     if args.system is not None:
         checked(args.system, "--system")
+    check_draft(args)
     check_picture_arguments(args)
 
 
@@ -153,6 +157,7 @@ def run(args: argparse.Namespace) -> int:
         options["seed"] = _DEMO_SEED
     pictures = read_pictures(args)
     lm = open_model(args.model, args, use=use_of(args))
+    keep_draft_remark()
     options.update(makers_sampling(lm, args))
     if demo:
         say("the embedded demo model continues Biblical English; it is no assistant")
@@ -304,6 +309,7 @@ class _Plain:
         self.waiting: list[Picture] = []  # pictures that the next message shows
 
     opening = ""  # of the newest answer, where its prompt has written it
+    head_noted = False  # that the model's draft head is mostly wrong
 
     def reset(self) -> None:
         """Nothing is remembered between messages but the pictures of the next one."""
@@ -504,4 +510,5 @@ def _answer(turns: _Plain, ask: Callable[[], Iterator[str]], stats: bool) -> boo
             say(f"{figures(stream)} | {ended}")
         elif stream.generation.finish_reason in ("length", "context"):
             say(f"({ended})")
+        turns.head_noted = turns.head_noted or note_draft_head(turns.lm)
     return True

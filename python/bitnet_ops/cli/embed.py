@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"a model ({MODEL_HELP}), then texts; - reads lines from stdin",
     )
     parser.add_argument("-m", "--model", metavar="MODEL", help="the model, by name")
-    add_model_arguments(parser)
+    add_model_arguments(parser, drafts=False)
     parser.add_argument(
         "--dimensions", type=integer(1), metavar="N", help="keep the first N (default: all)"
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ from bitnet_ops.cli.terminal import (
     without_line_end,
 )
 from bitnet_ops.errors import counted
+from bitnet_ops.generate.speculation import DEFAULT_SPECULATION, SPECULATION_WORDS
 from bitnet_ops.nn.storage import (
     ACTIVATION_FORMATS,
     DEFAULT_KV_TYPE,
@@ -91,7 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+def add_model_arguments(parser: argparse.ArgumentParser, *, drafts: bool = True) -> None:
+    """Options of `load`; drafts: of a command that generates."""
     group = parser.add_argument_group("model")
     add_threads(group)
     group.add_argument(
@@ -158,6 +161,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FORMAT",
         help=f"grouped weights: auto, {', '.join(ACTIVATION_FORMATS)} (default auto)",
     )
+    if drafts:
+        group.add_argument(
+            "--no-draft",
+            dest="draft",
+            action="store_false",
+            help="leave the model's draft head, if it has one, unread",
+        )
 
 
 def add_sampling_arguments(
@@ -259,20 +269,20 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--speculation",
         type=_speculation,
-        default="off",
-        metavar="off|auto|N",
-        help="N guesses a step where the text repeats; same text (default off)",
+        default=DEFAULT_SPECULATION,
+        metavar="HOW",
+        help="guess tokens, verify some at once; same text: auto (default), ngram, head, off, N",
     )
 
 
 def _speculation(text: str) -> str | int:
-    if text in ("off", "auto"):
+    if text in SPECULATION_WORDS:
         return text
     try:
         return integer(0)(text)
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
-            f"expected off, auto or an integer at least 0, got {text!r}"
+            f"expected {', '.join(SPECULATION_WORDS)} or an integer at least 0, got {text!r}"
         ) from None
 
 
@@ -390,6 +400,7 @@ def open_model(
             convert=args.convert,
             lora=args.lora,
             kv_cache_mb=args.kv_cache_mb,
+            draft=_reads_draft_head(args),
             **{**load_options(args), **memory},
         )
     for note in lm.config.notes:
@@ -397,9 +408,26 @@ def open_model(
     return lm
 
 
+def _reads_draft_head(args: argparse.Namespace) -> bool:
+    """Whether a command may use the model's draft head."""
+    return getattr(args, "draft", False) and args.speculation not in ("ngram", "off", 0)
+
+
+def check_draft(args: argparse.Namespace) -> None:
+    """Reject --speculation head beside --no-draft."""
+    if args.speculation == "head" and not args.draft:
+        raise UsageError(
+            f"{args.command}: expected --speculation head or --no-draft, got both; choose one of "
+            "them"
+        )
+
+
 def use_of(args: argparse.Namespace) -> str:
-    """What one conversation or text is to `load`: with drafts a step has many tokens."""
-    return "single" if args.speculation in ("off", 0) else "batch"
+    """What one conversation or text is to `load`: "batch" where drafts are insisted on.
+
+    "auto" drafts where that pays, and most steps of most texts have one token.
+    """
+    return "single" if args.speculation in ("off", "auto", 0) else "batch"
 
 
 def encoded(lm: LanguageModel, prompt: str) -> list[int]:
@@ -420,12 +448,30 @@ def figures(stream: TextStream) -> str:
     t = stream.timing
     reused = f" ({t.reused_tokens} cached)" if t.reused_tokens else ""
     speed = f", {t.decode_tokens_per_s:.1f} tokens/s" if t.decoded_tokens else ""
+    counts = stream.generation.drafts
+    right = f", {counts.accepted} of {counted(counts.drafted, 'draft')} right"
+    drafts = right if counts.drafted else ""
     return (
         f"prompt {counted(t.prompt_tokens, 'token')}{reused} | "
         f"first token {1000 * t.first_token_s:.1f} ms | "
-        f"{counted(t.new_tokens, 'token')}{speed} | {_runtime.isa()}, "
+        f"{counted(t.new_tokens, 'token')}{speed}{drafts} | {_runtime.isa()}, "
         f"{counted(torch.get_num_threads(), 'thread')}"
     )
+
+
+def keep_draft_remark() -> None:
+    """Leave it to `note_draft_head` to print the engine's remark, which would stand in a text."""
+    from bitnet_ops.generate.draft_report import LOG
+
+    if not LOG.handlers:  # then Python itself prints warnings
+        LOG.addHandler(logging.NullHandler())
+
+
+def note_draft_head(lm: LanguageModel) -> bool:
+    """Say that the model's draft head is mostly wrong, where it is; whether it was said."""
+    if (remark := lm.engine.draft_remark) is not None:
+        say(f"note: {remark}")
+    return remark is not None
 
 
 def why_it_ended(lm: LanguageModel, stream: TextStream, options: dict[str, Any]) -> str:
@@ -468,6 +514,7 @@ def check(args: argparse.Namespace) -> None:
     args.model, args.prompt = model_and_prompt(args)
     checked(args.prompt, "prompt")
     sampling_options(args)
+    check_draft(args)
     check_template_options(args, used=args.chat, remedy="add --chat")
     check_picture_arguments(args)
 
@@ -481,6 +528,7 @@ def run(args: argparse.Namespace) -> int:
     began = time.perf_counter()
     lm = open_model(model, args, use=use_of(args))
     load_s = time.perf_counter() - began
+    keep_draft_remark()
     seen = _seen(lm, pictures, quiet=args.json)
     parts, shown = _parts_and_shown(lm, prompt, pictures, args)
     generation_note(lm, args, used=False)
@@ -488,6 +536,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         text = "".join(stream)
         print_json({**_report(lm, args, prompt, text, stream, load_s), **seen})
+        note_draft_head(lm)
         return 0
     status = _print_stream(shown, stream)
     print_logprobs(lm, stream)
@@ -495,6 +544,7 @@ def run(args: argparse.Namespace) -> int:
     ended = why_it_ended(lm, stream, options)
     tower = f"pictures {seen['pictures_s']:.1f} s | " if seen else ""
     say(f"{demo}load {load_s:.1f} s | {tower}{figures(stream)} | {ended}")
+    note_draft_head(lm)
     return status
 
 
@@ -579,6 +629,7 @@ def _report(
         "time_to_first_token_s": t.first_token_s,
         "decode_s": t.decode_s,
         "decode_tokens_per_s": t.decode_tokens_per_s,
+        "drafts": g.drafts.as_dict(),
         "isa": _runtime.isa(),
         "threads": torch.get_num_threads(),
         "kv_dtype": args.kv_dtype,

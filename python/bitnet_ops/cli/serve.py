@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING
 
 from bitnet_ops import machine
 from bitnet_ops.cli.arguments import UsageError, integer, non_empty, number
-from bitnet_ops.cli.generate import MODEL_HELP, add_model_arguments, add_speculation, open_model
+from bitnet_ops.cli.generate import (
+    MODEL_HELP,
+    add_model_arguments,
+    add_speculation,
+    check_draft,
+    open_model,
+)
 from bitnet_ops.cli.pictures import (
     add_picture_arguments,
     check_picture_arguments,
@@ -25,6 +31,7 @@ from bitnet_ops.cli.pictures import (
 )
 from bitnet_ops.cli.terminal import say
 from bitnet_ops.errors import BitNetError, install
+from bitnet_ops.generate.speculation import check_draft_head
 
 if TYPE_CHECKING:
     from bitnet_ops.language_model import LanguageModel
@@ -177,6 +184,7 @@ def _add_picture_arguments(parser: argparse.ArgumentParser) -> None:
 def check(args: argparse.Namespace) -> None:
     """Reject a public address without a key, names that are taken, hosts that are none."""
     check_picture_arguments(args)
+    check_draft(args)
     if args.image_hosts or args.image_folder is not None:
         _sources(args)
     args.named = _named(args)
@@ -289,7 +297,7 @@ def run(args: argparse.Namespace) -> int:
         max_per_client=args.max_per_client,
         max_tokens=args.max_tokens,
         request_s=args.request_time,
-        speculation=0 if args.speculation == "off" else args.speculation,
+        speculation=args.speculation,
     )
 
 
@@ -301,6 +309,7 @@ def _load(args: argparse.Namespace) -> dict[str, LanguageModel]:
     models, mmproj = {}, args.mmproj
     for name, path in args.named.items():
         models[name] = open_model(path, args, **disk, mmproj=mmproj)
+        check_draft_head(args.speculation, models[name].model, f"serve: {name}: --speculation")
         mmproj = None  # it is the first model's
     first = next(iter(models.values()))
     for lm in models.values():

@@ -34,14 +34,21 @@ MATRICES = (
     *(f"{_LAYER}mlp.{name}_proj" for name in ("gate", "up", "down")),
 )
 QK_NORMS = (f"{_LAYER}self_attn.q_norm", f"{_LAYER}self_attn.k_norm")
-NORMS = (
+SUB_NORMS = (f"{_LAYER}self_attn.attn_sub_norm", f"{_LAYER}mlp.ffn_sub_norm")
+_ORDER = (  # of a file
+    FC,
     f"{PREFIX}pre_fc_norm_embedding",
     f"{PREFIX}pre_fc_norm_hidden",
     f"{_LAYER}input_layernorm",
+    *MATRICES[1:5],
     *QK_NORMS,
+    SUB_NORMS[0],
     f"{_LAYER}post_attention_layernorm",
+    *MATRICES[5:],
+    SUB_NORMS[1],
     f"{PREFIX}norm",
 )
+NORMS = tuple(module for module in _ORDER if module not in MATRICES)
 _REMEDY = "convert the model again"
 
 
@@ -123,11 +130,14 @@ def draft_shapes(model: ModelConfig, intermediate_size: int) -> dict[str, tuple[
         "up_proj": (intermediate_size, hidden),
         "down_proj": (hidden, intermediate_size),
     }
+    absent = {*(() if model.qk_norm else QK_NORMS), *(() if model.sub_norms else SUB_NORMS)}
+    norms = {
+        **dict.fromkeys(QK_NORMS, (head_dim,)),
+        **dict(zip(SUB_NORMS, ((queries,), (intermediate_size,)), strict=True)),
+    }
     found: dict[str, tuple[int, ...]] = {}
-    for module in (FC, *NORMS[:3], *MATRICES[1:5], *QK_NORMS, NORMS[-2], *MATRICES[5:], NORMS[-1]):
-        last = module.rpartition(".")[2]
-        if module in QK_NORMS:
-            found |= {f"{module}.weight": (head_dim,)} if model.qk_norm else {}
-        else:
-            found[f"{module}.weight"] = matrices.get(last, (hidden,))
+    for module in _ORDER:
+        if module not in absent:
+            last = module.rpartition(".")[2]
+            found[f"{module}.weight"] = matrices.get(last) or norms.get(module, (hidden,))
     return found

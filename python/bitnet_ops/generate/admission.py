@@ -6,7 +6,6 @@ Everything that can be wrong with a request is found here, so that a step never 
 from __future__ import annotations
 
 from collections.abc import Sequence, Sized
-from typing import Literal
 
 from bitnet_ops.generate.causal_model import CausalModel, check_adapter
 from bitnet_ops.generate.constraint import Constraint
@@ -20,6 +19,7 @@ from bitnet_ops.generate.prompt import (
 )
 from bitnet_ops.generate.request import Limits, Request
 from bitnet_ops.generate.sampling import SamplingParams
+from bitnet_ops.generate.speculation import Speculation, check_draft_head
 
 
 def make_request(
@@ -30,7 +30,7 @@ def make_request(
     limits: Limits | None,
     *,
     adapter: str | None,
-    max_drafts: int | Literal["auto"],
+    max_drafts: Speculation,
     constraint: Constraint | None,
     keep_prefix: bool = True,
 ) -> Request:
@@ -46,6 +46,7 @@ def make_request(
     ids = token_ids(given, "engine")
     check_prompt(ids, config.vocab_size, config.max_position_embeddings)
     check_adapter(model, adapter)
+    check_draft_head(max_drafts, model, "engine: expected max_drafts")
     request = Request(
         id,
         ids,

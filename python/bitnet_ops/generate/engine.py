@@ -27,7 +27,7 @@ import os
 import weakref
 from collections.abc import Sequence, Sized
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -49,6 +49,7 @@ from bitnet_ops.generate.causal_model import (
     CLOSED,
     CausalModel,
     ClosedModel,
+    cache_config,
     check_adapter,
     check_model,
 )
@@ -70,6 +71,7 @@ from bitnet_ops.generate.request import (
 from bitnet_ops.generate.run import Generation, Run
 from bitnet_ops.generate.sampling import SamplingParams
 from bitnet_ops.generate.scheduler import EngineStats, SchedulerOptions
+from bitnet_ops.generate.speculation import Speculation
 from bitnet_ops.generate.turns import Turn
 from bitnet_ops.nn.kv_config import (
     DEFAULT_BLOCK_SIZE,
@@ -139,7 +141,7 @@ class Engine:
             prefill_chunk, min(SchedulerOptions.max_sequences, prefill_chunk)
         )
         sizes = memory_sizes(
-            model.config,
+            cache_config(model),
             block_size,
             kv_dtype,
             kv_cache_mb,
@@ -210,7 +212,7 @@ class Engine:
         limits: Limits | None = None,
         *,
         adapter: str | None = None,
-        max_drafts: int | Literal["auto"] = 0,
+        max_drafts: Speculation = 0,
         consumer: Consumer | None = None,
         constraint: Constraint | None = None,
         keep_prefix: bool = True,
@@ -221,8 +223,9 @@ class Engine:
         and among them PromptRows, rows that stand where embeddings of tokens would, such as those
         of an image; lists of ids may stand beside them too. `adapter`: name of
         its LoRA adapter, one that the model has loaded. `max_drafts`: how many tokens a step may
-        guess from what the text repeats and verify at once, or "auto": as many as make it faster
-        here; they change the speed, never the tokens. `consumer`: called with each of its events by
+        guess and verify at once, or "auto": as many as make it faster here; "ngram" guesses from
+        what the text repeats alone, "head" by the model's draft head alone; "off" and None are 0.
+        They change the speed, never the tokens. `consumer`: called with each of its events by
         the thread that steps; without one they are what `step` returns. `constraint`: says which
         tokens may come; it is asked and told by the thread that steps. `keep_prefix` False: of a
         request in the background, such as for a title; what only it has computed is the first to
@@ -269,7 +272,7 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         limits: Limits | None = None,
         *,
-        max_drafts: int | Literal["auto"] = 0,
+        max_drafts: Speculation = 0,
         adapter: str | None = None,
         constraints: Sequence[Constraint] | None = None,
     ) -> Run:
@@ -333,12 +336,21 @@ class Engine:
     @property
     def block_bytes(self) -> int:
         """Of the keys and values of `block_size` positions."""
-        return bytes_of_block(self.model.config, self.block_size, self.kv_dtype)
+        return bytes_of_block(cache_config(self.model), self.block_size, self.kv_dtype)
 
     def stats(self) -> EngineStats:
         """Requests and blocks at this moment."""
         self._settle_between_steps()
         return self._core.stats()
+
+    @property
+    def draft_remark(self) -> str | None:
+        """That the model's draft head is mostly wrong, and the usual reasons; None: it is not.
+
+        It is logged too, once, as a warning of bitnet_ops.generate.draft_report.
+        """
+        memory = self._core.memory
+        return None if memory is None else memory.scheduler.head_report.remark
 
     def close(self, seconds: float = 2.0) -> None:
         """Write to `prefix_dir` what waits for it, for so long at most; nothing is kept there then.

@@ -12,8 +12,15 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from bitnet_ops.generate.causal_model import CausalModel, ClosedModel, check_adapter
+from bitnet_ops.generate.causal_model import (
+    CausalModel,
+    ClosedModel,
+    cache_config,
+    check_adapter,
+)
 from bitnet_ops.generate.disk_prefix import DiskPrefix
+from bitnet_ops.generate.draft_report import LOG as DRAFT_LOG
+from bitnet_ops.generate.drafting import drafter_of
 from bitnet_ops.generate.engine_memory import EngineMemory, MemoryPlan
 from bitnet_ops.generate.engine_step import run_model
 from bitnet_ops.generate.prefix_store import PrefixStore
@@ -105,7 +112,7 @@ class EngineCore:
 
     def shut_down(self) -> None:
         """End all requests, and give the memory and the model up."""
-        self.model = ClosedModel(self.model.config)
+        self.model = ClosedModel(cache_config(self.model))
         self.messages.extend(list(self.requests))
         self._read_messages()
         self.memory = self._disk = None
@@ -169,6 +176,9 @@ class EngineCore:
         """Enter what a step gave into its request, and the request's end."""
         request, max_positions = step.request, self.model.config.max_position_embeddings
         ending: Finished | Failed | None = None
+        accepted = max(0, len(sampled) - 1)
+        if (remark := scheduler.verified(step, accepted)) is not None:
+            DRAFT_LOG.warning(remark)
         for one in sampled:
             ending = request.accept(one.token, max_positions)
             if ending is None or ending.reason != "stop":
@@ -178,13 +188,14 @@ class EngineCore:
                     one.logprob,
                     one.top_logprobs,
                     request.reused_tokens or 0,
+                    request.drafts,
                 )
                 self._returned.append((request.consumer, new))
             if ending is not None:
                 break
         if ending is None and error is not None:
             ending = Failed(request.id, error)
-        scheduler.computed(step, max(0, len(sampled) - 1))
+        scheduler.computed(step, accepted)
         if not isinstance(ending, Failed):
             self._save(request)
         if ending is not None:
@@ -201,7 +212,8 @@ class EngineCore:
             if id not in self.requests:
                 continue  # it has ended meanwhile
             if not isinstance(message, Request):
-                self._end(self.requests[id], Finished(id, "abort"))
+                request = self.requests[id]
+                self._end(request, Finished(id, "abort", drafts=request.drafts))
                 continue
             try:
                 if not looked:
@@ -228,11 +240,12 @@ class EngineCore:
             self._end(request, ending)
             return
         if self.memory is None:
-            self.memory = self.plan.make(self.model.config)
+            self.memory = self.plan.make(cache_config(self.model))
+            self.memory.scheduler.drafter = drafter_of(self.model, self.memory.pool)
             if self.store is not None:
                 pool, blocks, scheduler = self.memory
                 maximum = self.plan.sizes.max_cached
-                self._disk = DiskPrefix(self.store, pool, blocks, scheduler.states, maximum)
+                self._disk = DiskPrefix(self.store, pool, blocks, scheduler.recurrent, maximum)
         request.set_root(self._roots.of(request.adapter, self.model, self.memory.pool))
         if self._disk is None or not self._disk.arrive(request):
             self.memory.scheduler.add(request)

@@ -11,15 +11,17 @@ import operator
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 from bitnet_ops.arguments import check_integer
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.generate.constraint import Constraint
+from bitnet_ops.generate.draft_report import NO_DRAFTS, DraftCounts
+from bitnet_ops.generate.head_policy import HeadAcceptance
 from bitnet_ops.generate.prompt import RowRuns, kind_of
 from bitnet_ops.generate.sampling import Sampler, SamplingParams
-from bitnet_ops.generate.speculation import AUTO, MAX_DRAFTS, Acceptance, check_drafts
+from bitnet_ops.generate.speculation import Acceptance, Speculation, read_speculation
 from bitnet_ops.nn.blocks import Contents, block_key, root_key
 
 # What is asked -----------------------------------------------------------------------------------
@@ -56,7 +58,8 @@ class NewToken:
     """The request has one more token; stop ids are left out.
 
     `logprob` and `top_logprobs` ((token, logarithm), the most probable first) are there if the
-    request asks for them. `reused_tokens`: of the prompt, that the prefix cache spared.
+    request asks for them. `reused_tokens`: of the prompt, that the prefix cache spared. `drafts`:
+    of the request so far; events are equal whatever was drafted.
     """
 
     request_id: int
@@ -64,6 +67,7 @@ class NewToken:
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
     reused_tokens: int = 0
+    drafts: DraftCounts = field(default=NO_DRAFTS, compare=False)
 
 
 @dataclass(slots=True)
@@ -87,7 +91,8 @@ class Finished:
     """No more tokens come. `reason`: "stop" (with the stop id), "length", "context" or "abort".
 
     reused_tokens: of the prompt, that the prefix cache spared. attention_read: share of the pages
-    that its tokens have read, where attention has a policy.
+    that its tokens have read, where attention has a policy. drafts: how many were verified for it,
+    and were right; events are equal whatever was drafted.
     """
 
     request_id: int
@@ -95,6 +100,7 @@ class Finished:
     stop_reason: int | None = None
     reused_tokens: int = 0
     attention_read: float = 1.0
+    drafts: DraftCounts = field(default=NO_DRAFTS, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +129,9 @@ class Request:
         params: how tokens are chosen.
         limits: when to end.
         adapter: the name of its LoRA adapter, if any.
-        max_drafts: the most tokens to draft in a step, 0 for none; "auto": as many as make this
-            request faster on this machine.
+        max_drafts: the most tokens to draft in a step, 0 for none, of either source; "auto": as
+            many as make this request faster on this machine; "ngram", "head": the same of this
+            source alone; "off", None: none. The attribute is the most, a number.
         consumer: what gets the events, if not whoever steps.
         constraint: says which tokens may come next; of this request alone.
         keep_prefix: whether what it computes is worth keeping for others; False: of a request in
@@ -135,7 +142,11 @@ class Request:
             stand for what they hold, all below 0.
         prompt_tokens: how many of them the prompt is.
         sampler: chooses the next token.
+        drafts_from_text, drafts_from_head: whether n-grams of the text may draft, and whether the
+            model's draft head may, if there is one.
         acceptance: says how many drafts are worth it, where that is wanted.
+        head_acceptance: how often drafts of the model's head are right, once some were made.
+        drafts: how many were verified, and were right.
         epoch: of the weights that it began with.
         root: the key before its first block.
         computed: how many of `ids`, from the first, have keys and values in the pool. The newest
@@ -161,7 +172,7 @@ class Request:
         limits: Limits | None = None,
         *,
         adapter: str | None = None,
-        max_drafts: int | Literal["auto"] = 0,
+        max_drafts: Speculation = 0,
         consumer: Consumer | None = None,
         constraint: Constraint | None = None,
         keep_prefix: bool = True,
@@ -172,14 +183,18 @@ class Request:
         _check_type("params", params, SamplingParams)
         _check_type("limits", limits, Limits)
         _check_type("keep_prefix", keep_prefix, bool)
-        check_drafts(max_drafts, "engine: expected max_drafts")
+        choice = read_speculation(max_drafts, "engine: expected max_drafts")
         self.id, self.limits, self.adapter, self.consumer = id, limits, adapter, consumer
         self.ids, self.prompt_tokens = array("q", prompt), len(prompt)
         self.runs = runs
         self.content = self.ids if runs is None else runs.content(prompt)
         self.sampler = Sampler(params, prompt, constraint)
-        self.max_drafts = MAX_DRAFTS if max_drafts == AUTO else max_drafts
-        self.acceptance = Acceptance() if max_drafts == AUTO else None
+        self.max_drafts = choice.maximum
+        self.drafts_from_text = "ngram" in choice.sources
+        self.drafts_from_head = "head" in choice.sources
+        self.acceptance = Acceptance() if choice.adaptive else None
+        self.head_acceptance: HeadAcceptance | None = None
+        self.drafts = NO_DRAFTS
         self.epoch = self.computed = self.saved = 0
         self.keep_prefix, self.arrived_ns = keep_prefix, time.time_ns()
         self.blocks: list[int] = []
@@ -256,7 +271,9 @@ class Request:
         return None
 
     def _finished(self, reason: str, stop: int | None = None) -> Finished:
-        return Finished(self.id, reason, stop, self.reused_tokens or 0, self.attention.share)
+        return Finished(
+            self.id, reason, stop, self.reused_tokens or 0, self.attention.share, self.drafts
+        )
 
 
 def without(blocks: list[int], gone: tuple[int, int]) -> list[int]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
 from bitnet_ops.errors import counted
+from bitnet_ops.generate.draft_report import NO_DRAFTS, DraftCounts
 from bitnet_ops.generate.request import Event, Failed, NewToken, Request
 
 
@@ -73,7 +74,8 @@ class TokenLogprobs:
 class Generation:
     """The answer to one prompt. `token_ids` leaves out the stop id.
 
-    `logprobs`: of each of token_ids, if they were asked for; else empty.
+    `logprobs`: of each of token_ids, if they were asked for; else empty. `drafts`: how many were
+    verified, and were right, by what made them.
 
     `finish_reason`: "stop", "length" (max_new_tokens), "context" (no position is left), "" while it
     runs or when the consumer broke off. `stop_reason` tells what "stop" was: the stop id, or the
@@ -85,6 +87,7 @@ class Generation:
     seed: int | None = None
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    drafts: DraftCounts = field(default=NO_DRAFTS, compare=False)
 
     @property
     def ending(self) -> str:
@@ -216,6 +219,8 @@ class Run:
         if row is None:  # cancelled
             return None
         generation = self.generations[row]
+        if not isinstance(event, Failed):
+            generation.drafts = event.drafts
         if isinstance(event, NewToken):
             self._silent.discard(row)
             generation.token_ids.append(event.token_id)

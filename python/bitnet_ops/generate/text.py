@@ -8,14 +8,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from bitnet_ops.arguments import shown
 from bitnet_ops.errors import counted
+from bitnet_ops.generate.draft_report import DraftCounts
 from bitnet_ops.generate.request import Limits
 from bitnet_ops.generate.run import Generation, Run, Timing, TokenLogprobs
 from bitnet_ops.generate.sampling import SamplingParams
-from bitnet_ops.generate.speculation import check_drafts
+from bitnet_ops.generate.speculation import DEFAULT_SPECULATION, Speculation, read_speculation
 from bitnet_ops.generate.tokenizer import Tokenizer
 
 # Options -------------------------------------------------------------------------------------
@@ -30,8 +31,10 @@ class GenerateOptions(TypedDict, total=False):
     most probable tokens the logarithms of probabilities are wanted beside the chosen one's: they
     are in Generation.logprobs. They are sampling.SamplingParams'.
     stop: texts that end the answer and are left out of it; ignore_eos: go on past the end of text.
-    speculation: "off", or how many tokens a step may guess from what the text repeats and verify at
-    once, or "auto": as many as make it faster on this machine. Tokens are the same.
+    speculation: "auto", as many guesses as make it faster on this machine, from what the text
+    repeats and by the model's draft head, if it has one, verified some at once; "ngram" or "head",
+    the same by one of these alone; "off" or None; or the most guesses of a step. Tokens are the
+    same.
     adapter: None, or the name of a LoRA adapter that the model has loaded.
     json_schema: None, or a JSON schema as a dict, or a class that has one (a pydantic model): the
     text is JSON of it, unless max_new_tokens cuts it off. Needs the package llguidance.
@@ -50,7 +53,7 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: int | None
     stop: str | Sequence[str]
     ignore_eos: bool
-    speculation: int | Literal["off", "auto"]
+    speculation: Speculation
     adapter: str | None
     json_schema: Mapping[str, Any] | type | None
 
@@ -66,7 +69,7 @@ class Options:
     params: SamplingParams
     limits: Limits
     stop: tuple[str, ...] = ()
-    max_drafts: int | Literal["auto"] = 0
+    max_drafts: Speculation = DEFAULT_SPECULATION
     adapter: str | None = None
     json_schema: Mapping[str, Any] | None = None
 
@@ -92,10 +95,8 @@ def parse_options(call: str, options: Mapping[str, Any], stop_ids: frozenset[int
         options.get("max_new_tokens", Limits.max_new_tokens),
         frozenset() if ignore_eos else stop_ids,
     )
-    speculation = options.get("speculation", "off")
-    if isinstance(speculation, str) and speculation == "off":
-        speculation = 0
-    check_drafts(speculation, f'{call}: expected speculation "off",')
+    speculation = options.get("speculation", DEFAULT_SPECULATION)
+    read_speculation(speculation, f"{call}: expected speculation")
     adapter = options.get("adapter")
     if adapter is not None and not isinstance(adapter, str):
         raise TypeError(f"{call}: expected adapter as a name or None, got {shown(adapter)}")
@@ -148,8 +149,9 @@ class Completion(str, _Ended):
 
     Attributes: `finish_reason` ("stop", "length" or "context"), `stop_reason` (the stop text, or
     the id that ended the text, else None), `ending` (both in words), `token_ids`, `logprobs` (of
-    each of these, if asked for), `timing` (of the whole batch) and `generation`, which also has the
-    seed.
+    each of these, if asked for), `drafts` (how many guesses were verified and were right:
+    `drafts.drafted`, `drafts.accepted`, and the same of `drafts.ngram` and `drafts.head`), `timing`
+    (of the whole batch) and `generation`, which also has the seed.
     """
 
     generation: Generation
@@ -170,6 +172,10 @@ class Completion(str, _Ended):
     @property
     def logprobs(self) -> list[TokenLogprobs]:
         return self.generation.logprobs
+
+    @property
+    def drafts(self) -> DraftCounts:
+        return self.generation.drafts
 
 
 class TextStream(_Ended):

@@ -17,8 +17,9 @@ from bitnet_ops.config.draft import (
 )
 from bitnet_ops.formats.sglbitnt import Reader, model_file
 from bitnet_ops.loading.model_contents import model_config
-from bitnet_ops.models import TensorError
-from bitnet_ops.nn.packing import PackedWeight
+from bitnet_ops.models import Decoder, TensorError
+from bitnet_ops.nn.packing import PackedWeight, choose_format
+from bitnet_ops.nn.storage import LAYOUTS
 
 _REMEDY = "convert the model again"
 
@@ -50,6 +51,25 @@ def read_draft_head(
         else:
             found[name] = data
     return draft, found
+
+
+def attach_draft_head(
+    model: Decoder, file: str | os.PathLike[str] | Reader, weight_format: str
+) -> bool:
+    """Give `model` the head in its file; whether there is one. Raises as `read_draft_head`.
+
+    weight_format: how its matrices lie in memory. One with more inputs than CPU-specific layouts
+    have stays as it is in the file.
+    """
+    if (found := read_draft_head(file)) is None:
+        return False
+    draft, tensors = found
+    most = LAYOUTS[choose_format(weight_format, 1)]["max_in_features"]
+    for name, tensor in tensors.items():
+        if isinstance(tensor, PackedWeight) and tensor.in_features <= most:
+            tensors[name] = tensor.repack(weight_format)
+    model.set_draft_head(draft, tensors)
+    return True
 
 
 def check_draft_tensors(reader: Reader, model: ModelConfig, draft: DraftConfig) -> None:

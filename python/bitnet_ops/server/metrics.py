@@ -53,6 +53,18 @@ class Metrics:
             ["model"],
             registry=self.registry,
         )
+        self._drafted = Gauge(
+            "bitnet_drafted_tokens",
+            "Tokens that were guessed and verified, by what guessed them.",
+            ["model", "source"],
+            registry=self.registry,
+        )
+        self._accepted = Gauge(
+            "bitnet_accepted_drafts",
+            "How many of the drafted tokens were right.",
+            ["model", "source"],
+            registry=self.registry,
+        )
         self._pictures = Gauge(
             "bitnet_pictures", "Pictures that a tower has read.", ["model"], registry=self.registry
         )
@@ -74,6 +86,16 @@ class Metrics:
         """Have in the text what the policies of a model's engine have left out."""
         self._pages_skipped.labels(model).set_function(lambda: 1 - stats().attention_read)
         self._columns_skipped.labels(model).set_function(lambda: stats().inputs_skipped)
+
+    def show_drafts(self, model: str, stats: Callable[[], EngineStats], *, head: bool) -> None:
+        """Have in the text what was drafted for a model; `head`: whether it has a draft head."""
+        ngram = self._drafted.labels(model, "ngram"), self._accepted.labels(model, "ngram")
+        ngram[0].set_function(lambda: stats().drafts.ngram.drafted)
+        ngram[1].set_function(lambda: stats().drafts.ngram.accepted)
+        if head:
+            heads = self._drafted.labels(model, "head"), self._accepted.labels(model, "head")
+            heads[0].set_function(lambda: stats().drafts.head.drafted)
+            heads[1].set_function(lambda: stats().drafts.head.accepted)
 
     def show_pictures(self, model: str, images: Images) -> None:
         """Have in the text how many pictures a model has read."""

@@ -17,11 +17,12 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from torch import Tensor
 
+from bitnet_ops.generate.draft_report import DraftCounts
 from bitnet_ops.generate.engine import Engine, Event, Failed, Finished, Limits, NewToken
 from bitnet_ops.generate.engine_thread import EngineThread
 from bitnet_ops.generate.grammar import ConstraintError
@@ -31,6 +32,7 @@ from bitnet_ops.generate.request import Consumer
 from bitnet_ops.generate.run import TokenLogprobs
 from bitnet_ops.generate.sampling import SamplingError, SamplingParams
 from bitnet_ops.generate.scoring import embed_steps, prompt_logprobs_steps
+from bitnet_ops.generate.speculation import DEFAULT_SPECULATION, Speculation
 from bitnet_ops.generate.tokenizer import TokenizerError
 from bitnet_ops.nn.blocks import PoolFullError
 from bitnet_ops.server.catalog import Catalog, Served
@@ -64,7 +66,7 @@ class ServiceOptions:
     max_answers: int = 16
     request_s: float = 3600.0
     ping_s: float = 5.0
-    speculation: int | str = 0
+    speculation: Speculation = DEFAULT_SPECULATION
 
 
 class Service:
@@ -98,6 +100,8 @@ class Service:
         for one in catalog:
             if one.adapter is None:
                 self.metrics.show_skipped(one.name, one.lm.engine.stats)
+                has_head = getattr(one.lm.model, "draft_head", None) is not None
+                self.metrics.show_drafts(one.name, one.lm.engine.stats, head=has_head)
                 if one.lm.images is not None:
                     self.metrics.show_pictures(one.name, one.lm.images)
         self.gate.closed, self.state = "", "ready"
@@ -451,7 +455,7 @@ class Answer:
                     params,
                     limits,
                     adapter=self.served.adapter,
-                    max_drafts=self._service.options.speculation,  # type: ignore[arg-type]
+                    max_drafts=self._service.options.speculation,
                     constraint=self._prompt.shape.constraint(self._prompt.text),
                     keep_prefix=not ask.background,
                     consumer=consumer,
@@ -499,6 +503,8 @@ class Answer:
             choice = self._choices.get(event.request_id)
             if choice is None:  # it has ended by a stop text
                 continue
+            if not isinstance(event, Failed):
+                self.timing.drafts[event.request_id] = event.drafts
             if isinstance(event, NewToken):
                 self._first(event)
                 self.timing.tokens += 1
@@ -541,6 +547,17 @@ class AnswerTiming:
     last_s: float = 0.0
     tokens: int = 0  # that have come so far, in all answers
     completion_tokens: int = 0  # of answers that have ended, with what ended them
+    drafts: dict[int, DraftCounts] = field(default_factory=dict)  # of each answer so far
+
+    @property
+    def drafted(self) -> int:
+        """Tokens that were drafted, for all answers."""
+        return sum(one.drafted for one in self.drafts.values())
+
+    @property
+    def accepted_drafts(self) -> int:
+        """How many of them were right."""
+        return sum(one.accepted for one in self.drafts.values())
 
     @property
     def prompt_ms(self) -> float:

@@ -270,10 +270,13 @@ class _Form:
 
     def timings(self) -> dict[str, float]:
         timing = self.answer.timing
-        return {
+        found: dict[str, float] = {
             "prompt_ms": round(timing.prompt_ms, 3),
             "predicted_per_second": round(timing.tokens_per_s, 3),
         }
+        if drafted := timing.drafted:  # as llama-server: only where something was drafted
+            found |= {"draft_n": drafted, "draft_n_accepted": timing.accepted_drafts}
+        return found
 
 
 async def _chat_stream(form: _Form, include_usage: bool) -> AsyncIterator[bytes]:
