@@ -346,6 +346,7 @@ class Scheduler:
             drafts = propose(request.content, maximum) if maximum > 0 else []
             if request.runs is not None:  # what stands for rows is no token
                 drafts = [*takewhile(lambda token: token >= 0, drafts)]
+            drafts = drafts[: request.allowed(drafts)]
             free = 0 if self.waiting else self.allocator.free_blocks - self._reserve()
             spare = max(0, free)
             room = (len(request.blocks) + spare) * self.block_size - len(request.ids)
