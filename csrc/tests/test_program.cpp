@@ -423,15 +423,15 @@ TEST(wrong_programs_are_rejected_by_line_and_key) {
            "delta_net norm=E.in qkv=E.qkv z=E.z out=E.out a=E.a b=E.b conv=E.conv A_log=E.A "
            "dt_bias=E.d gated_norm=E.g key_heads=1 value_heads=3 key_dim=32 value_dim=32 kernel=3\n"
            "head norm=final"),
-       "key key_heads of line 9 (delta_net) and all sizes of a state as of the first such block"},
-      {with("vocab=70", "vocab=0"), "key vocab of line 9 (head) from 1"},
-      {with(" vocab=70", ""), "key vocab of line 9 (head) to be given, got nothing"},
-      {with(" weight=embed", ""), "line 9 (head) of the program with keys that it"},
+       "key key_heads of line 10 (delta_net) and all sizes of a state as of the first such block"},
+      {with("vocab=70", "vocab=0"), "key vocab of line 10 (head) from 1"},
+      {with(" vocab=70", ""), "key vocab of line 10 (head) to be given, got nothing"},
+      {with(" weight=embed", ""), "line 10 (head) of the program with keys that it"},
       {with("head norm", "# norm"), "ends with a line head, got none"},
       {good + "mlp norm=a\n", "nothing but lines lora behind the head, got line"},
       {with("projection=L0.q ", "projection=L9.q "), "one of a block above, got L9.q"},
-      {with("adapter=0", "adapter=-1"), "key adapter of line 10 (lora) from 0 to 4095, got -1"},
-      {with("adapter=1", "adapter=0"), "key projection of line 11 (lora) once for each adapter"},
+      {with("adapter=0", "adapter=-1"), "key adapter of line 11 (lora) from 0 to 4095, got -1"},
+      {with("adapter=1", "adapter=0"), "key projection of line 12 (lora) once for each adapter"},
       {good.substr(0, good.find("head norm")), "ends with a line head, got none"},
   };
   for (const auto& [text, words] : cases) {
