@@ -156,8 +156,8 @@ def speeds(
     guesses = Guesses(texts, RATES[rates], vocab)
     choose = drafting.HeadDrafter._choose
 
-    def chosen(self: Any, requests: Sequence[Request], depth: int, states: Tensor) -> list[int]:
-        choose(self, requests, depth, states)
+    def chosen(self: Any, requests: Sequence[Request], depth: int, logits: Tensor) -> list[int]:
+        choose(self, requests, depth, logits)
         return guesses(requests, depth)
 
     drafting.HeadDrafter._choose = chosen  # type: ignore[method-assign]
