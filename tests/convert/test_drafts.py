@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import re
 from collections.abc import Callable
 from functools import partial
@@ -13,13 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import hybrids
 import mtp
 from bitnet_ops import ops
-from bitnet_ops.config.draft import DraftConfig
+from bitnet_ops.config.draft import DraftConfig, draft_shapes
 from bitnet_ops.convert import ConvertError, convert
 from bitnet_ops.convert.report import ConvertReport
+from bitnet_ops.dummy import model as dummy
+from bitnet_ops.dummy.configs import CONFIGS
 from bitnet_ops.formats.sglbitnt import Reader
 from bitnet_ops.language_model import load
 from bitnet_ops.loading.draft import read_draft_head
@@ -324,6 +328,49 @@ def test_tokens_are_compared_one_by_one(tmp_path: Path) -> None:
     unused = mtp.write_bundle(tmp_path / "unused", made, head, **listed, **kinds)
     run(source, tmp_path / "four", draft_from=unused)
     assert read_draft_head(tmp_path / "four") is not None
+
+
+def test_a_head_that_was_trained_ternary_keeps_its_values_in_one_digit(tmp_path: Path) -> None:
+    made, head = trunk("plain"), head_of("plain")
+    ternary = Head({}, head.norms)
+    for name, matrix in head.matrices.items():
+        groups = matrix.reshape(len(matrix), -1, 128)
+        size = np.abs(groups).mean(axis=2, keepdims=True)
+        ternary.matrices[name] = (np.clip(np.rint(groups / size), -1, 1) * size).reshape(
+            matrix.shape
+        )
+    run(mtp.write_hf(tmp_path / "source", made, ternary), tmp_path / "out", verify=True)
+    found = read_draft_head(tmp_path / "out")
+    assert found is not None and found[0].digits == 1
+    for name, matrix in ternary.matrices.items():
+        stored_matrix = found[1][f"{name}.weight"]
+        assert not isinstance(stored_matrix, torch.Tensor)
+        assert np.array_equal(stored_matrix.dequantize().numpy(), matrix)
+    run(tmp_path / "out", tmp_path / "copy")
+    copied = read_draft_head(tmp_path / "copy")
+    assert copied is not None and copied[0].digits == 1
+    ternary.matrices["mtp.fc"] = head.matrices["mtp.fc"]  # one that is not
+    run(mtp.write_hf(tmp_path / "mixed", made, ternary), tmp_path / "three")
+    compare(drafted(tmp_path / "three")[1], mtp.plain(ternary))
+
+
+def test_a_head_of_a_model_with_sub_norms_has_them(tmp_path: Path) -> None:
+    """Distilled ones; a model without norms that multiply by 1 + w takes them as they lie."""
+    file = dummy.write("tiny-draft", tmp_path / "trunk")
+    model = dummy.config("tiny-draft")
+    base = tmp_path / "base"
+    base.mkdir()
+    shapes = draft_shapes(model, 448)
+    assert f"{LAYER}self_attn.attn_sub_norm.weight" in shapes
+    generator = torch.Generator().manual_seed(3)
+    tensors = {n: torch.randn(shape, generator=generator) for n, shape in shapes.items()}
+    save_file(tensors, base / "model.safetensors")
+    config = {k: v for k, v in CONFIGS["tiny"].items() if k != "bitnet_ops"}
+    (base / "config.json").write_text(json.dumps(config))
+    run(file.parent, tmp_path / "out", draft_from=base)
+    config_found, found = drafted(tmp_path / "out")
+    compare(found, {name: tensor.double().numpy() for name, tensor in tensors.items()})
+    assert config_found == DraftConfig(448, origin="base")
 
 
 # Heads that stay behind ---------------------------------------------------------------------------
