@@ -136,6 +136,12 @@ def compare(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> No
         assert (np.abs(level - np.rint(level)) < 1e-4).all() and (np.abs(level) < 13.5).all(), name
 
 
+def compare_but(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], zeros: str) -> None:
+    """The same, but for one matrix of zeros, whose groups have no step."""
+    assert not found.pop(zeros).any() and not expected.pop(zeros).any()
+    compare(found, expected)
+
+
 def trunk_bytes(folder: Path) -> dict[str, bytes]:
     with Reader(folder / "model.bin") as reader:
         return {n: bytes(reader.memory(n)) for n in reader.tensors if not n.startswith("mtp.")}
@@ -452,6 +458,23 @@ def test_a_head_of_another_kind_stays_behind(tmp_path: Path, case: str) -> None:
     assert raised.value.code.startswith("draft-") and not (tmp_path / "never").exists()
     with pytest.raises(ConvertError, match="expected a head that drafts tokens for --draft-feed"):
         run(source, tmp_path / "never", draft_feed="before")
+
+
+def test_a_type_that_another_package_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that is missing the model converts all the same, and says what to install."""
+    made, head = trunk("plain"), head_of("plain")
+    other = ("blk.4.ffn_up.weight", (384, 256), 2, bytes(384 * 256 // 32 * 18))  # Q4_0
+    source = mtp.write_bundle(
+        tmp_path / "source", made, head, without=("blk.4.ffn_up.weight",), last=[other]
+    )
+    run(source, tmp_path / "out")
+    expected = mtp.gguf_values(made, head)
+    expected[f"{LAYER}mlp.up_proj.weight"] *= 0
+    compare_but(drafted(tmp_path / "out")[1], expected, f"{LAYER}mlp.up_proj.weight")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    report = run(source, tmp_path / "bare")
+    (said,) = [remark for remark in report.remarks if remark.startswith("no head")]
+    assert "got Q4_0, which the gguf package reads (pip install" in said
 
 
 def test_a_norm_that_a_file_lacks_is_that_of_the_output(tmp_path: Path) -> None:
