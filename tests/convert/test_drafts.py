@@ -273,10 +273,11 @@ def test_a_base_of_another_model_is_rejected(tmp_path: Path, write: Callable[...
     made = trunk("plain")
     source = mtp.write_mlx(tmp_path / "source", made, None)
 
-    def rejected(base: Path, message: str) -> None:
+    def rejected(base: Path, message: str, code: str = "draft-pair") -> None:
         with pytest.raises(ConvertError, match=re.escape(message)) as raised:
             run(source, tmp_path / "out", draft_from=base)
-        assert "\n" not in str(raised.value) and not (tmp_path / "out").exists()
+        assert raised.value.code == code and "\n" not in str(raised.value)
+        assert not (tmp_path / "out").exists()
 
     for number, (change, message) in enumerate({
         "hidden": "expected hidden_size 256 in {}, as this model's, got 512",
@@ -290,7 +291,8 @@ def test_a_base_of_another_model_is_rejected(tmp_path: Path, write: Callable[...
     head = mtp.make(made)
     del head.norms["mtp.norm"], head.matrices["mtp.fc"]
     if write is mtp.write_base:
-        rejected(write(tmp_path / "part", made, head), "got no mtp.fc.weight, mtp.norm.weight")
+        rejected(write(tmp_path / "part", made, head), "got no mtp.fc.weight, mtp.norm.weight",
+                 "draft-tensors")  # fmt: skip
 
 
 def test_a_base_without_a_head_is_rejected(tmp_path: Path) -> None:
@@ -299,9 +301,11 @@ def test_a_base_without_a_head_is_rejected(tmp_path: Path) -> None:
     plain = hybrids.write_unpacked(tmp_path / "flat", made)
     bases = [plain, hybrids.write_gguf(tmp_path / "g", made), tmp_path / "nowhere"]
     run(bases[0], tmp_path / "converted")
-    for base in [*bases, tmp_path / "converted"]:
-        with pytest.raises(ConvertError, match="expected a (layer that drafts|base model)"):
+    codes = ["draft-none", "draft-none", "draft-base", "draft-none"]
+    for base, code in zip([*bases, tmp_path / "converted"], codes, strict=True):
+        with pytest.raises(ConvertError, match="expected a (layer that|base model)") as raised:
             run(source, tmp_path / "out", draft_from=base)
+        assert raised.value.code == code
     assert not (tmp_path / "out").exists()
 
 
@@ -456,8 +460,9 @@ def test_a_head_of_another_kind_stays_behind(tmp_path: Path, case: str) -> None:
     with pytest.raises(ConvertError, match=re.escape(reason)) as raised:
         run(source, tmp_path / "never", draft_from=source)
     assert raised.value.code.startswith("draft-") and not (tmp_path / "never").exists()
-    with pytest.raises(ConvertError, match="expected a head that drafts tokens for --draft-feed"):
+    with pytest.raises(ConvertError, match="a head that drafts tokens for --draft-feed") as raised:
         run(source, tmp_path / "never", draft_feed="before")
+    assert raised.value.code == "draft-feed"
 
 
 def test_a_type_that_another_package_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
