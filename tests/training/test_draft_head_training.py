@@ -206,6 +206,17 @@ def test_training_again_gives_the_same_weights():
     assert len(first.losses[0]) == 2
 
 
+def test_training_goes_on_from_given_weights(trained):
+    model, texts, weights = trained
+    options = dict(length=32, batch=4, rate=1e-3)
+    more = train_draft_head(model, texts, steps=3, start=weights.tensors, **options)
+    assert more.intermediate_size == 128
+    assert sum(more.losses[0]) < 0.5 * (sum(weights.losses[0]) + sum(weights.losses[-1]))
+    other = {**weights.tensors, "mtp.norm.weight": torch.ones(7)}
+    with pytest.raises(TrainingError, match=r"mtp.norm.weight \[256\] for this model, got \[7\]"):
+        train_draft_head(model, texts, steps=1, start=other, **options)
+
+
 # Draws ---------------------------------------------------------------------------------------
 
 
@@ -286,7 +297,7 @@ def test_texts_without_room_for_drafts_are_rejected():
 
 # Heads for tests of others ---------------------------------------------------------------------
 
-PLACES = 40
+PLACES = 24
 MISTAKES = {
     "tap before the output norm": lambda run: run(states=lambda h, norm: h / norm),
     "halves of fc exchanged": lambda run: run(swap=True),

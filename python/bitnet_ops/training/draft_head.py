@@ -37,6 +37,7 @@ from bitnet_ops.training.model import DROPPED, TrainingError
 
 Feed = Literal["after", "before"]
 PREFIX = "mtp."
+GATE = f"{PREFIX}layers.0.mlp.gate_proj.weight"
 MAX_DEPTH = 3
 
 
@@ -388,8 +389,27 @@ class DraftHeadWeights:
             feed=self.feed,
             digits=self.digits,
         )
-        head.load_state_dict({n.removeprefix(PREFIX): t for n, t in self.tensors.items()})
+        _fill(head, self.tensors)
         return head.eval()
+
+
+def _fill(head: DraftHead, tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors, by their names in a file, into a head; TrainingError where they are others."""
+    own = {f"{PREFIX}{name}": tuple(p.shape) for name, p in head.named_parameters()}
+    given = {name: tuple(t.shape) for name, t in tensors.items()}
+    if given != own:
+        wrong = sorted(
+            name for name in own.keys() | given.keys() if own.get(name) != given.get(name)
+        )
+        raise TrainingError(
+            f"draft head: expected {wrong[0]} {_shown(own, wrong[0])} for this model, got "
+            f"{_shown(given, wrong[0])}; the head belongs to another model, or another width"
+        )
+    head.load_state_dict({name.removeprefix(PREFIX): t for name, t in tensors.items()})
+
+
+def _shown(shapes: Mapping[str, tuple[int, ...]], name: str) -> str:
+    return str(list(shapes[name])) if name in shapes else "none"
 
 
 class _Batches:
@@ -432,6 +452,7 @@ def train_draft_head(
     rate: float = 2e-3,
     compute: torch.dtype = torch.float32,
     compiled: bool = False,
+    start: Mapping[str, Tensor] | None = None,
     seed: int = 0,
     report: Callable[[int, tuple[float, ...], DraftHead], None] | None = None,
 ) -> DraftHeadWeights:
@@ -450,6 +471,8 @@ def train_draft_head(
         rate: of AdamW.
         compute: of products of matrices; bfloat16 is faster on CPUs with AMX.
         compiled: let torch.compile fuse the head's forward.
+        start: weights to begin with, by their names in a file (DraftHeadWeights.tensors); None:
+            random ones. Those of another head decide intermediate_size.
         report: called after every step with its number, the losses of each depth, and the head.
     Returns the weights. Raises TrainingError for a model whose layers a head cannot have, for
     other depths, and where no text is long enough.
@@ -464,21 +487,25 @@ def train_draft_head(
             f"draft head: expected a text of {length} tokens or more, got none; give longer ones, "
             "or a smaller length"
         )
+    if intermediate_size is None and start is not None and GATE in start:
+        intermediate_size = len(start[GATE])
     batches = _Batches([(ids, trunk.states(ids).half()) for ids in texts], length, seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         head = DraftHead(
             model.config, intermediate_size=intermediate_size, feed=feed, digits=digits
         )
+    if start is not None:
+        _fill(head, start)
     head.compute_on(compute)
     forward = torch.compile(head, dynamic=False) if compiled else head
     optimizer = _Both(head, rate)
     output, shares = trunk.head.to(compute), [1 / (1 + d) for d in range(depth)]
     losses: list[tuple[float, ...]] = []
-    start, progress = time.monotonic(), 0.0
+    began, progress = time.monotonic(), 0.0
     while progress < 1.0:
         step = len(losses) + 1
-        progress = max(step / steps, (time.monotonic() - start) / (60 * minutes))
+        progress = max(step / steps, (time.monotonic() - began) / (60 * minutes))
         ids, states = batches.take(batch)
         with torch.no_grad():
             wanted = torch.softmax(states.to(compute) @ output.t(), -1) @ output
