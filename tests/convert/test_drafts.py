@@ -465,6 +465,39 @@ def test_a_head_of_another_kind_stays_behind(tmp_path: Path, case: str) -> None:
     assert raised.value.code == "draft-feed"
 
 
+def test_an_mlp_of_another_width_is_the_head_s_own(tmp_path: Path) -> None:
+    made = trunk("rotated")
+    head = mtp.make(made, inter=512)
+    run(mtp.write_bundle(tmp_path / "source", made, head), tmp_path / "out")
+    config, found = drafted(tmp_path / "out")
+    assert config == DraftConfig(512, origin="the file") and made.sizes.inter == 384
+    compare(found, mtp.gguf_values(made, head))
+
+
+def test_a_rotation_that_the_model_does_not_have_stays_behind(tmp_path: Path) -> None:
+    """Of a width without signs, of fc, of unrotated models' bundles there is none."""
+    made, head = trunk("rotated"), head_of("rotated")
+    _, names = hybrids.gguf_metadata(made)["prism.hadamard.weight_names"]
+
+    def listing(*inner: str) -> dict[str, Any]:
+        own = [f"blk.4.{name}.weight" for name in inner]
+        return {"prism__hadamard__weight_names": ("[str]", [*names, *own])}
+
+    sources = {
+        "names of matrices of the file that may be rotated": mtp.write_bundle(
+            tmp_path / "fc", made, head, **listing("nextn.eh_proj")
+        ),
+        "with the width 512 of a listed matrix": mtp.write_bundle(
+            tmp_path / "width", made, mtp.make(made, inter=512), **listing("ffn_down")
+        ),
+    }
+    for number, (reason, source) in enumerate(sources.items()):
+        report = run(source, tmp_path / f"out{number}")
+        (said,) = [remark for remark in report.remarks if remark.startswith("no head")]
+        assert reason in said and "prism.hadamard." in said
+        assert load(tmp_path / f"out{number}").model.config.rotation is not None
+
+
 def test_a_type_that_another_package_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where that is missing the model converts all the same, and says what to install."""
     made, head = trunk("plain"), head_of("plain")
