@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 PREFIX = "mtp."  # of every tensor of a head in a model file
 KEY = "draft_head"  # of the private block
 FEEDS = ("after", "before")
-DIGITS = 3  # the only number that is written, as of nn/digits.py
+# of a weight (nn/digits.py): of a head that was trained ternary, and of others
+DIGITS = (1, 3)
 _LAYER = f"{PREFIX}layers.0."
 FC = f"{PREFIX}fc"
 MATRICES = (
@@ -64,7 +65,7 @@ class DraftConfig:
 
     intermediate_size: int
     feed: str = "after"
-    digits: int = DIGITS
+    digits: int = DIGITS[-1]
     rotated: tuple[str, ...] = ()
     origin: str = ""
 
@@ -87,12 +88,13 @@ class DraftConfig:
         known = cls(1).to_dict()
         if unknown := sorted(str(key) for key in found if key not in known):
             raise reject(name, unknown[0][:60], f"to have {', '.join(known)} alone", _REMEDY)
-        feed, digits = found.get("feed", "after"), found.get("digits", DIGITS)
+        feed, digits = found.get("feed", "after"), found.get("digits", DIGITS[-1])
         if feed not in FEEDS:
             expected = f"to be {' or '.join(map(repr, FEEDS))}"
             raise reject(f"{name}.feed", str(feed)[:60], expected, _REMEDY)
-        if type(digits) is not int or digits != DIGITS:
-            raise reject(f"{name}.digits", str(digits)[:60], f"to be {DIGITS}", _REMEDY)
+        if type(digits) is not int or digits not in DIGITS:
+            expected = f"to be {' or '.join(map(str, DIGITS))}"
+            raise reject(f"{name}.digits", str(digits)[:60], expected, _REMEDY)
         rotated, origin = found.get("rotated", []), found.get("origin", "")
         if not isinstance(rotated, list) or not set(map(str, rotated)) <= set(MATRICES):
             expected = "to be a list of matrices of the head"
@@ -116,7 +118,7 @@ def draft_config(config: Mapping[str, Any]) -> DraftConfig | None:
 def draft_shapes(model: ModelConfig, intermediate_size: int) -> dict[str, tuple[int, ...]]:
     """Names and logical shapes of a head's tensors over the trunk `model`, in file order.
 
-    Of a matrix [N, K]; what lies in a file has the digits of every weight, [N, DIGITS * K].
+    Of a matrix [N, K]; what lies in a file has the digits of every weight, [N, digits * K].
     """
     hidden, head_dim = model.hidden_size, model.head_dim
     queries, keys = model.num_attention_heads * head_dim, model.num_key_value_heads * head_dim

@@ -66,7 +66,7 @@ def with_draft(
 
 
 def _take(source: Source, head: DraftHead) -> None:
-    source.draft, source.draft_remarks = head, head.remarks
+    source.draft, source.draft_remarks = head.in_digits(), head.remarks
 
 
 def _why_none(source: Source, reason: str, wanted: bool) -> list[str]:
