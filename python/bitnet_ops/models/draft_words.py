@@ -21,7 +21,8 @@ from bitnet_ops.memory.arena import Arena, aligned
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.storage import LAYOUTS
 
-DEFAULT_WORDS = 32768
+# With less, drafts miss words; with more, each is dearer (docs/notes/drafts.md has both).
+DEFAULT_WORDS = 16384
 
 _STAY = 4  # the first 1/4 of the list never leaves: bytes, punctuation, the commonest words
 # What a call of `learn` may copy. A row in tiles touches the lines of its neighbours too, and takes
@@ -160,7 +161,7 @@ class DraftWords:
 class _Copy(Protocol):
     """Copies single rows of a tensor to a smaller one of the same layout.
 
-    `touched`: bytes of the lines of memory that one row takes, in both.
+    `touched`: bytes of the lines of memory that one row takes, in both: what it costs.
     """
 
     touched: int
@@ -275,7 +276,7 @@ class _Base3:
         # the four bytes of a lane as one number: a row is then gathered and put back at once
         self._from = _array(source.view(torch.int32).squeeze(-1))
         self._to = _array(target.view(torch.int32).squeeze(-1))
-        self.touched = 2 * self._from[0].nbytes
+        self.touched = 3 * self._from[0].nbytes  # looking bytes up takes as long as half of that
         self._code, self._with_code = _base3_tables()
 
     def _at(self, row: int) -> tuple[int, int, int]:
