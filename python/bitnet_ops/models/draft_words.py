@@ -63,7 +63,7 @@ class DraftWords:
     ) -> None:
         if size < 1:
             raise ValueError(f"DraftWords: expected size at least 1, got {size}")
-        self._vocabulary = head.out_features
+        self._trunk, self._vocabulary = head, head.out_features
         n = min(size, self._vocabulary)
         self.ids = torch.arange(n)
         self._ids = self.ids.numpy()
@@ -110,6 +110,10 @@ class DraftWords:
         if not self._copies:
             return 0 <= word < self._vocabulary
         return 0 <= word < self._stay or word in self._recent or word in self._always
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy, also of a pickle, has rows of its own, of its own trunk; it begins anew.
+        return type(self), (self._trunk, len(self.ids), self._always)
 
     def __repr__(self) -> str:
         return f"DraftWords({len(self.ids)} of {self._vocabulary} words, {self.head.head_format})"
