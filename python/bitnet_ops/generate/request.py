@@ -187,6 +187,7 @@ class Request:
         self.runs = runs
         self.content = self.ids if runs is None else runs.content(prompt)
         self.sampler = Sampler(params, prompt, constraint)
+        self._looks_ahead = constraint if isinstance(constraint, LooksAhead) else None
         self.max_drafts = choice.maximum
         self.drafts_from_text = "ngram" in choice.sources
         self.drafts_from_head = "head" in choice.sources
@@ -252,10 +253,9 @@ class Request:
 
     def allowed(self, drafts: Sequence[int]) -> int:
         """How many of `drafts`, from the first, its constraint may let come; it stays as it is."""
-        constraint = self.sampler.constraint
-        if isinstance(constraint, LooksAhead) and drafts:
-            return constraint.allowed_prefix(drafts)
-        return len(drafts)
+        if self._looks_ahead is None or not drafts:
+            return len(drafts)
+        return self._looks_ahead.allowed_prefix(drafts)
 
     def accept(self, token: int, max_positions: int) -> Finished | None:
         """Append a token, unless it is a stop id; why the request ends with it, or None."""
