@@ -40,6 +40,7 @@ void AttentionCut::build(const AttentionShape& shape, const Sequences& sequences
 void AttentionCut::choose_block_tokens(int64_t threads) {
   int64_t longest = 1;
   for (int64_t s = 0; s < sequences_.count; ++s) longest = std::max(longest, sequences_.tokens(s));
+  if (shape_.policy.skip != 0) longest = 1;  // the window of a group is that of its only token
   block_tokens_ = std::clamp<int64_t>(kBlockRows / rows_per_token_, 1, longest);
   const auto groups = [&] {
     int64_t blocks = 0;

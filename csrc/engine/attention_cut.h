@@ -121,7 +121,7 @@ class AttentionCut {
   }
   // How many rows, from the first one on, have a window that begins in or before the chunk.
   int64_t rows_up_to(const Group& group, const Piece& piece) const {
-    const int64_t window = shape_.policy.window;
+    const int64_t window = shape_.policy.window_at(group.position);
     if (piece.kind != Piece::kWindow || window >= group.position + group.tokens)
       return rows_of(group);
     const int64_t last = piece.begin() + kAttentionChunk + window - 2;  // token that sees the chunk
@@ -143,8 +143,8 @@ class AttentionCut {
   int64_t cost_of(const Group& group) const;
   // The first position of a token's window.
   int64_t first_seen(int64_t position) const {
-    return shape_.policy.window == 0 ? 0
-                                     : std::max<int64_t>(0, position - shape_.policy.window + 1);
+    const int64_t window = shape_.policy.window_at(position);
+    return window == 0 ? 0 : std::max<int64_t>(0, position - window + 1);
   }
   // Whether there is no gap between sinks and window: the token reads whole chunks, as it would
   // without a policy.

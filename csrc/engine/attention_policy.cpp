@@ -16,6 +16,7 @@ float share(Keys& keys, const char* name) {
 AttentionPolicy read_policy(Keys& keys) {
   AttentionPolicy policy;
   policy.window = keys.integer("window", 0, INT64_MAX, 0);
+  policy.skip = keys.integer("skip", 0, INT64_MAX, 0);
   for (const auto& [name, value] :
        {std::pair("sinks", &policy.sinks), std::pair("stride", &policy.stride)}) {
     if (!keys.has(name)) continue;
@@ -36,6 +37,8 @@ AttentionPolicy read_policy(Keys& keys) {
     policy.dense_below = keys.integer("dense_below", 0, INT64_MAX, kDenseBelow);
     if (policy.window != 0) keys.fail("window", "without a choice of pages", "both");
   }
+  if (policy.skip != 0 && (policy.window != 0 || policy.chooses()))
+    keys.fail("skip", "without a window and a choice of pages", "both");
   if (policy.stride != 0 && policy.window == 0)
     keys.fail("stride", "beside a window", std::to_string(policy.stride));
   if (policy.sinks != 0 && policy.window == 0 && !policy.chooses())

@@ -1,6 +1,8 @@
 // Which of the positions up to its own a token attends to.
 #pragma once
 
+#include <algorithm>
+
 #include "engine/program/listing.h"
 
 namespace bitnet::engine {
@@ -12,6 +14,9 @@ struct AttentionPolicy {
   int64_t window = 0;  // sees p - window + 1 .. p; 0: all, without sinks and stride
   int64_t sinks = 0;   // and the first `sinks` positions
   int64_t stride = 0;  // and every chunk whose number is a multiple of it; 0: no such chunks
+  // Does not see the first `skip` positions, itself apart. For steps of few tokens a sequence:
+  // each token is a group of its own.
+  int64_t skip = 0;
   // Or promising chunks, here called pages, are chosen for each token and KV head. A token at
   // dense_below or behind reads its own page, the pages with sinks, and the best of the others: at
   // least one, and ceil(ratio * pages) in all. Of equals the lower pages come first. The score of a
@@ -24,6 +29,10 @@ struct AttentionPolicy {
   int64_t dense_below = 0;
 
   bool chooses() const { return max_ratio > 0 || threshold > 0; }
+  // How many positions, its own the last, a token at `position` sees; 0: all.
+  int64_t window_at(int64_t position) const {
+    return skip == 0 ? window : std::max<int64_t>(1, position + 1 - skip);
+  }
   bool operator==(const AttentionPolicy&) const = default;
 };
 

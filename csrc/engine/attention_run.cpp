@@ -129,7 +129,8 @@ void AttentionRun::attend(const Group& group, const Piece& piece, const Next& ne
   chunk.scale = shape_.scale;
   chunk.same_queries = same_queries;
   reader_.fill(group, piece, next, read, chunk);
-  if (piece.kind == Piece::kWindow) chunk.first_hidden = chunk.first_visible - shape_.policy.window;
+  if (piece.kind == Piece::kWindow)
+    chunk.first_hidden = chunk.first_visible - shape_.policy.window_at(group.position);
   if (!cut_.reads_by_token(group)) states += first * cut_.state_floats();
   kernels_.attend_chunk(chunk, memory_.scratch, states);
 }

@@ -37,9 +37,9 @@ from bitnet_ops.loading.resolve import (
 from bitnet_ops.untrusted import printable
 
 CONVERTED = "converted"  # the folder of conversions in the cache directory
-_VERSION = 4  # of what is converted how; raise it when conversions of old are not to be used
+_VERSION = 5  # of what is converted how; raise it when conversions of old are not to be used
 _REPORT = "report.json"
-_CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.jinja", "1_Pooling/config.json")
+_CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.jinja", "1_Pooling/config.json", "mtp/*")
 _OURS = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*-[0-9a-f]{32}")  # a name that `_name` makes
 
 _log = logging.getLogger("bitnet_ops")

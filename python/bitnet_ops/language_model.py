@@ -49,6 +49,7 @@ from bitnet_ops.generate.text import (
     parse_options,
 )
 from bitnet_ops.generate.tokenizer import Tokenizer, TokenizerError
+from bitnet_ops.loading.draft import attach_draft_head
 from bitnet_ops.loading.generation_config import GenerationConfig, read_generation_config
 from bitnet_ops.loading.resolve import LoadError
 from bitnet_ops.loading.weight_choice import WeightChoice, check_use, choose_for_file
@@ -227,6 +228,8 @@ def _open(
     model.set_activation_sparsity(activation_sparsity)
     for name, adapter in adapters.items():
         model.add_adapter(adapter, name)
+    if draft:
+        attach_draft_head(model, file, choice.weight_format)
     folder = file.parent
     tokenizer = Tokenizer.from_dir(folder) if (folder / "tokenizer.json").is_file() else None
     generation = read_generation_config(folder, model.config, tokenizer)

@@ -15,11 +15,14 @@ import torch
 
 from bitnet_ops.cli import main
 from bitnet_ops.config import ModelConfig
+from bitnet_ops.config.draft import DraftConfig, draft_config
 from bitnet_ops.dummy import model as dummy
-from bitnet_ops.dummy.configs import CONFIGS, _bonsai2
+from bitnet_ops.dummy.configs import CONFIGS, GROUPED, _bonsai2
 from bitnet_ops.generate.engine import Engine, Limits
 from bitnet_ops.language_model import load
+from bitnet_ops.loading.draft import read_draft_head
 from bitnet_ops.models import expected_tensors
+from bitnet_ops.nn.digits import from_digits
 from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.packing import PackedWeight
 from bitnet_ops.vision.config import IMAGE_TOKENS
@@ -167,6 +170,43 @@ def test_a_model_that_reads_images(tmp_path: Path) -> None:
         add_generation_prompt=True)  # fmt: skip
     assert text == "<s>User: <|vision_start|><|image_pad|><|vision_end|>What?</s>Assistant: "
     assert dummy.write("tiny", tmp_path / "blind") and load_tower(tmp_path / "blind") is None
+
+
+def test_a_model_with_a_head_that_drafts(tmp_path: Path) -> None:
+    """The same in memory and in a file, beside the trunk of a model without one."""
+    file = dummy.write("tiny-draft", tmp_path / "new", seed=5)
+    found = read_draft_head(file)
+    assert found is not None
+    built, tensors = dummy.draft_head("tiny-draft", seed=5)
+    assert found[0] == built == DraftConfig(448, origin="random numbers")
+    for name, tensor in tensors.items():
+        stored = found[1][name]
+        if isinstance(tensor, PackedWeight):
+            assert isinstance(stored, PackedWeight) and torch.equal(stored.weight, tensor.weight)
+            assert torch.equal(stored.scale, tensor.scale)
+            values = from_digits(stored)
+            spread = float(values.square().mean()) * values.shape[1]
+            assert 0.8 < spread < 1.25, name  # inputs near 1 come out near 1
+            assert values.unique().numel() > 27  # levels of more than one scale
+        else:
+            assert isinstance(stored, torch.Tensor) and torch.equal(stored, tensor)
+    dummy.write("tiny", tmp_path / "plain", seed=5)
+    with load(file.parent) as lm, load(tmp_path / "plain") as plain:
+        first, second = (
+            one.engine.generate([[5, 6, 7]], limits=Limits(8))[0] for one in (lm, plain)
+        )
+        assert first.token_ids == second.token_ids
+    with pytest.raises(ValueError, match="with a head that drafts tokens, got 'tiny'"):
+        dummy.draft_head("tiny")
+
+
+@pytest.mark.parametrize("name", ["2b-4t-draft", "bonsai2-2b-draft", "bonsai2-9b-draft"])
+def test_models_with_heads_are_otherwise_those_without(name: str) -> None:
+    plain = name.removesuffix("-draft")
+    assert dummy.config(name) == dummy.config(plain)
+    assert (name in GROUPED) == (plain in GROUPED)
+    draft = draft_config(CONFIGS[name])
+    assert draft is not None and draft.intermediate_size == dummy.config(name).intermediate_size
 
 
 def test_unknown_names_are_rejected() -> None:

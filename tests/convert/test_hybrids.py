@@ -128,7 +128,10 @@ MODELS = [(form, name) for form, (_, names) in FORMS.items() for name in names]
 
 BESIDE = {
     "nested": ["tensors left out: 3 of layers that draft tokens"],
-    "PQ2_0": ["tensors left out: 2 of layers that draft tokens, 1 of a tower for images"],
+    "PQ2_0": [
+        "tensors left out: 1 of a tower for images",
+        "tensors left out: 2 of layers that draft tokens",
+    ],
 }
 
 

@@ -105,9 +105,17 @@ def engine_of(model: Decoder, form: Form, rng: random.Random, **more: Any) -> En
 
 
 def run_schedule(
-    model: Decoder, form: Form, seed: int, monkeypatch: pytest.MonkeyPatch, directory: Path
+    model: Decoder,
+    form: Form,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+    directory: Path,
+    texts: list[list[int]] | None = None,
 ) -> Counter[str]:
-    """What happened in it: how many tokens of drafts were accepted, and so on."""
+    """What happened in it: how many tokens of drafts were accepted, and so on.
+
+    texts: gets the whole text of every prompt, before any is run.
+    """
     rng = random.Random(seed)
     drafter = Drafter(rng, form.vocab)
     monkeypatch.setattr(scheduler, "propose", drafter)
@@ -119,7 +127,10 @@ def run_schedule(
         wanted.append(alone(model, prompt, params, limits))
         ids, runs = split_prompt(prompt, model.config.hidden_size)
         drafter.texts.append(list(ids if runs is None else runs.content(ids)) + wanted[-1])
-        jobs.append((prompt, params, limits, rng.choice([0, 3, MAX_DRAFTS])))
+        if texts is not None:
+            texts.append(drafter.texts[-1])
+        kinds = [0, 3, MAX_DRAFTS] if texts is None else [0, 3, MAX_DRAFTS, "auto", "head"]
+        jobs.append((prompt, params, limits, rng.choice(kinds)))
     options: dict[str, Any] = {"block_size": rng.choice(form.block_sizes)}
     if seed // 2 % 2 == 0:
         return run_jobs(engine_of(model, form, rng, **options), rng, jobs, wanted, seed)
@@ -158,7 +169,9 @@ def run_jobs(
             assert isinstance(last.error, PoolFullError)  # a pool too small for it alone
             continue
         assert [e.token_id for e in events[id] if isinstance(e, NewToken)] == tokens, seed
+    head = stats.drafts.head
     return Counter(
+        {"head right": head.accepted, "head wrong": head.drafted - head.accepted},
         accepted=stats.accepted_drafts,
         rejected=stats.drafted_tokens - stats.accepted_drafts,
         reused=stats.reused_tokens,

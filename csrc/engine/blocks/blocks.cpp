@@ -9,10 +9,8 @@ struct Kind {
   std::unique_ptr<Block> (*make)(Binding& binding);
 };
 constexpr Kind kKinds[] = {
-    {"attention", make_attention},
-    {"delta_net", make_delta_net},
-    {"mlp", make_mlp},
-    {"head", make_head},
+    {"attention", make_attention},   {"delta_net", make_delta_net},     {"mlp", make_mlp},
+    {"draft_keys", make_draft_keys}, {"draft_input", make_draft_input}, {"head", make_head},
 };
 
 }  // namespace

@@ -11,6 +11,8 @@ std::unique_ptr<Block> make_block(Binding& binding);
 std::unique_ptr<Block> make_attention(Binding& binding);
 std::unique_ptr<Block> make_delta_net(Binding& binding);
 std::unique_ptr<Block> make_mlp(Binding& binding);
+std::unique_ptr<Block> make_draft_keys(Binding& binding);
+std::unique_ptr<Block> make_draft_input(Binding& binding);
 std::unique_ptr<Block> make_head(Binding& binding);
 
 }  // namespace bitnet::engine

@@ -1,5 +1,5 @@
 // The block `head`, the last one: norm, then the logits of the rows that are wanted. Without a
-// matrix the result is what the norm gives.
+// matrix the result is what the norm gives, and without a norm the residual stream itself.
 //
 //   norm weight            names: the last norm; the matrix, which may be the embedding
 //   vocab                  rows of the matrix
@@ -95,7 +95,8 @@ void HeadState::end(const Step& step) {
 class HeadBlock final : public Block {
  public:
   explicit HeadBlock(Binding& b)
-      : norm_(b.norm("norm", b.settings.hidden, b.settings.eps)),
+      : norm_(b.keys.has("weight") ? b.norm("norm", b.settings.hidden, b.settings.eps)
+                                   : b.optional_norm("norm", b.settings.hidden, b.settings.eps)),
         has_matrix_(b.keys.has("weight")) {
     if (has_matrix_) {
       const std::string name = b.keys.word("weight");
@@ -116,7 +117,7 @@ class HeadBlock final : public Block {
   Signs signs_;
 };
 
-// The result of a program without a matrix: the rows of the last norm.
+// The result of a program without a matrix: the rows of the last norm, or those before it.
 class States final : public StageWork {
  public:
   States(const Step& step, const StepRows& rows, const Norm& norm)
@@ -124,9 +125,15 @@ class States final : public StageWork {
 
   void run(int64_t begin, int64_t end, int64_t /*slot*/) const override {
     const int64_t n = step_.settings().hidden;
-    for (int64_t j = begin; j < end; ++j)
-      step_.kernels->rms_norm_row(rows_.residual + j * n, norm_.weight, n, norm_.eps, DType::kF32,
-                                  step_.batch.out + j * n);
+    for (int64_t j = begin; j < end; ++j) {
+      const float* from = rows_.residual + j * n;
+      float* to = step_.batch.out + j * n;
+      if (norm_.weight == nullptr) {
+        std::copy_n(from, n, to);
+      } else {
+        step_.kernels->rms_norm_row(from, norm_.weight, n, norm_.eps, DType::kF32, to);
+      }
+    }
   }
 
  private:

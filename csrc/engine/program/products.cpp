@@ -56,7 +56,7 @@ class Products final : public StageWork {
   // Whether the kernel that normalises input i makes its codes, too.
   bool quantizes_at_once(const QuantizedTokens& x, int i) const {
     return x.format == ActivationFormat::kInt8 && x.groups == nullptr &&
-           parts_[i].linear->signs.block == 0;
+           parts_[i].linear->signs.block == 0 && parts_[i].linear->copies == 1;
   }
   bool has_adapter(int64_t j) const {
     const AdapterGroups& with = *rows_.adapters;
@@ -183,7 +183,8 @@ void Products::load_input(int64_t j, const NormJob& job, int i, const StageInput
                 static_cast<size_t>(float_bytes(job.n)));
   }
   if (at_once) return;
-  signs.hadamard(kernels, job.type, job.n, job.y);  // LoRA's factors read the row as it was
+  for (int64_t at = job.n; at < x.k; at += job.n) std::copy_n(job.y, job.n, job.y + at);
+  signs.hadamard(kernels, job.type, x.k, job.y);  // LoRA's factors read the row as it was
   x.quantize(kernels, job.y, j);
 }
 

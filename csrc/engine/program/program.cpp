@@ -10,7 +10,7 @@
 namespace bitnet::engine {
 namespace {
 
-constexpr int64_t kMaxAdapters = 1 << 12;
+constexpr int64_t kMaxAdapters = 1 << 12, kMaxDigits = 4;
 
 // A key of the line `model` that is a small number and not negative.
 float epsilon(Keys& keys, const char* key, float otherwise) {
@@ -60,10 +60,17 @@ Binding::Binding(Program& program, Keys& keys, TensorSource& source, int64_t ada
 void Binding::linear(const char* key, int64_t rows, int64_t k, Linear& to) {
   to.name = keys.word(key);
   to.rows = rows;
+  to.copies = keys.integer("digits", 1, kMaxDigits, 1);
+  if (k > kMaxFeatures / to.copies)
+    keys.fail("digits", "of at most " + std::to_string(kMaxFeatures) + " features",
+              std::to_string(to.copies));
+  k *= to.copies;
   to.k = k;
   to.weight = source.linear(to.name, rows, k, to.scaled);
   const std::string norm = to.name + ".rms_norm.weight";
   to.norm = source.has(norm) ? source.floats(norm, k) : nullptr;
+  if (to.norm != nullptr && to.copies != 1)
+    keys.fail("digits", "1, for " + to.name + " has a norm of its own", std::to_string(to.copies));
   to.signs = source.signs(to.name, k);
   to.lora.assign(static_cast<size_t>(adapters_), LoraWeight{});
   for (const Linear* other : linears_) {
@@ -203,6 +210,7 @@ void Program::read_lora(Keys& keys, TensorSource& source) {
       linears_, [&name](const Linear* linear) { return linear->name == name; });
   if (found == linears_.end()) keys.fail("projection", "one of a block above", name);
   Linear& linear = **found;
+  if (linear.copies != 1) keys.fail("projection", "one without digits", name);
   const std::string a = keys.word("a"), b = keys.word("b");
   LoraWeight& lora = linear.lora[adapter];
   if (lora.rank != 0) keys.fail("projection", "once for each adapter", name + " again");

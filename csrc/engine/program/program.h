@@ -103,6 +103,7 @@ struct AttentionKind {
 struct Linear {
   std::string name;
   int64_t rows, k;
+  int64_t copies;  // of the input, side by side: k counts all of them
   Weight weight;
   Projection scaled;                 // without its weight and its output
   const float* norm;                 // [k], of this projection's input alone; null: none
@@ -167,7 +168,8 @@ class Binding {
   Binding(Program& program, Keys& keys, TensorSource& source, int64_t adapters,
           std::vector<Linear*>& linears, Needs& needs);
 
-  // The projection that a key names, rows x k. It must stay where it is.
+  // The projection that a key names, rows x k; where the line has a key digits, rows x digits * k,
+  // and it multiplies as many copies of its input. It must stay where it is.
   void linear(const char* key, int64_t rows, int64_t k, Linear& to);
   // The norm that a key names, over n features; without a weight where the key is left out.
   Norm norm(const char* key, int64_t n, float eps);

@@ -96,7 +96,8 @@ class Attention(Block):
 
 def policy_of(line: Line) -> str:
     """What its tokens attend to, as `ops.paged_attention` takes it."""
-    return " ".join(f"{key}={line.keys[key]}" for key in POLICY_KEYS if key in line.keys)
+    keys = *POLICY_KEYS, "skip"
+    return " ".join(f"{key}={line.keys[key]}" for key in keys if key in line.keys)
 
 
 def rotated(c: Ops, line: Line, heads: Tensor) -> Tensor:

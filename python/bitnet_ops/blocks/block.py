@@ -94,9 +94,9 @@ class Tensors:
         self.found[f"{self._line.keys[key]}.weight"] = TensorSpec("dense", shape, True)
 
     def projection(self, key: str, rows: int, columns: int) -> None:
-        """A ternary matrix, its bias, and the norm inside it."""
-        name = str(self._line.keys[key])
-        self.found[f"{name}.weight"] = TensorSpec("ternary", (rows, columns))
+        """A ternary matrix, its bias, and the norm inside it; or `digits` ones side by side."""
+        name, digits = str(self._line.keys[key]), self._line.integer("digits", 1)
+        self.found[f"{name}.weight"] = TensorSpec("ternary", (rows, digits * columns))
         if key in self._line.biased:
             self.found[f"{name}.bias"] = TensorSpec("dense", (rows,))
         if self._inner_norms:
@@ -118,6 +118,10 @@ class Ops(Protocol):
     def step(self) -> Any: ...
     @property
     def attend(self) -> Any: ...
+    @property
+    def store(self) -> Any: ...
+    @property
+    def embedded(self) -> Tensor: ...
     def sections(self, rope: str) -> Sequence[int]: ...
     def tensor(self, name: str) -> Tensor: ...
     def rounded(self, x: Tensor) -> Tensor: ...

@@ -9,7 +9,7 @@ EMBEDDING = "model.embed_tokens"
 
 
 class Head(Block):
-    """Logits of norm(x); without `weight` and `vocab` norm(x) itself."""
+    """Logits of norm(x); without `weight` and `vocab` norm(x) itself, without `norm` x."""
 
     kind = "head"
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from bitnet_ops.blocks.attention import GLOBAL_ROPE, LOCAL_ROPE, Attention
 from bitnet_ops.blocks.block import Block, Buffer, Line, TensorSpec, Value
 from bitnet_ops.blocks.delta_net import GatedDeltaNet
+from bitnet_ops.blocks.draft import DraftInput, DraftKeys, attention_line, mlp_line
 from bitnet_ops.blocks.embedding import Embedding
 from bitnet_ops.blocks.head import Head
 from bitnet_ops.blocks.mlp import Mlp
@@ -23,12 +24,19 @@ from bitnet_ops.config import ModelConfig, Rotation
 from bitnet_ops.config.attention import AttentionPolicy
 
 KINDS: Mapping[str, Block] = {
-    block.kind: block for block in (Embedding(), Attention(), GatedDeltaNet(), Mlp(), Head())
+    block.kind: block
+    for block in (
+        *(Embedding(), Attention(), GatedDeltaNet(), Mlp()),
+        *(DraftKeys(), DraftInput(), Head()),
+    )
 }
 
 
 class Kept(NamedTuple):
-    """A buffer, and its layers: one for every line of the kind that keeps it."""
+    """A buffer, and its layers: one for every line of the kinds that keep it.
+
+    One for pages has the layers of the keys that it bounds.
+    """
 
     buffer: Buffer
     layers: int
@@ -36,16 +44,21 @@ class Kept(NamedTuple):
 
 def kept_by(lines: Sequence[Line]) -> dict[str, Kept]:
     """What lines keep between steps, by name. Raises ValueError for one name of two forms."""
-    found: dict[str, Kept] = {}
+    found: dict[str, Buffer] = {}
+    kinds: dict[str, set[str]] = {}
     counts = Counter(line.kind for line in lines)
     for line in lines:
         for buffer in KINDS[line.kind].state(line):
-            kept = Kept(buffer, counts[line.kind])
-            if (before := found.setdefault(buffer.name, kept)) != kept:
+            kinds.setdefault(buffer.name, set()).add(line.kind)
+            if (one := found.setdefault(buffer.name, buffer)) != buffer:
                 raise ValueError(
-                    f"listing: expected buffers {buffer.name} of one form, got {before} and {kept}"
+                    f"listing: expected buffers {buffer.name} of one form, got {one} and {buffer}"
                 )
-    return found
+    layers = {name: sum(counts[kind] for kind in kinds[name]) for name in found}
+    return {
+        name: Kept(buffer, layers["key" if buffer.per == "page" else name])
+        for name, buffer in found.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -127,6 +140,8 @@ def listing(config: ModelConfig, dtype: str = "float32", attention_factor: float
         for layer in range(c.num_hidden_layers)
         for kind in ("delta_net" if c.is_delta_net(layer) else "attention", "mlp")
     ]
+    if c.draft is not None:
+        kinds.append(("draft_keys", -1))
     return Listing(
         Line("model", model),
         tuple(ropes),
@@ -134,6 +149,19 @@ def listing(config: ModelConfig, dtype: str = "float32", attention_factor: float
         embedding=KINDS["embedding"].line(c, -1),
         rotation=c.rotation,
     )
+
+
+@lru_cache(maxsize=16)
+def draft_listing(
+    config: ModelConfig, dtype: str = "float32", attention_factor: float = 1.0
+) -> Listing:
+    """The program of the MTP head of such a model: rows behind its layer, before its last norm.
+
+    Its cache is the last layer of the model's.
+    """
+    lines = listing(config, dtype, attention_factor)
+    blocks = KINDS["draft_input"].line(config, -1), attention_line(config), mlp_line(config)
+    return replace(lines, blocks=(*blocks, Line("head", {})))
 
 
 def _rope(name: str, dim: int, factor: float, sections: Sequence[int] | None = None) -> Line:

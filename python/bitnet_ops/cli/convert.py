@@ -81,6 +81,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="leave the tower for images out: the model reads texts alone",
     )
     parser.add_argument(
+        "--draft-from",
+        metavar="BASE",
+        help="base model to take the head that drafts tokens from: a folder with its mtp tensors, "
+        "a .gguf file or a converted model (by default: the source's own, if it has one)",
+    )
+    parser.add_argument(
+        "--no-draft", action="store_true", help="leave the head that drafts tokens out"
+    )
+    parser.add_argument(
+        "--draft-feed",
+        choices=("after", "before"),
+        help="feed the head's next draft its layer's output after its norm (the default) or before",
+    )
+    parser.add_argument(
         "--trust-scales",
         action="store_true",
         help="convert packed weights although their scales look as if taken in the wrong sense",
@@ -99,6 +113,9 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError("convert: expected --text only with --verify, got it alone; add --verify")
     if args.mmproj is not None and args.no_vision:
         raise UsageError("convert: expected --mmproj or --no-vision, got both; choose one of them")
+    if args.no_draft and (args.draft_from is not None or args.draft_feed is not None):
+        other = "--draft-from" if args.draft_from is not None else "--draft-feed"
+        raise UsageError(f"convert: expected {other} or --no-draft, got both; choose one of them")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -127,5 +144,8 @@ def _convert(args: argparse.Namespace, progress: Progress | None) -> ConvertRepo
         tokenizer=args.tokenizer,
         mmproj=args.mmproj,
         vision=not args.no_vision,
+        draft_from=None if args.draft_from is None else local_path(args.draft_from),
+        draft=not args.no_draft,
+        draft_feed=args.draft_feed,
         progress=progress,
     )

@@ -14,7 +14,7 @@ from bitnet_ops.cli.terminal import print_result
 from bitnet_ops.errors import counted
 
 # of the private block: not shown as they stand
-_APART = ("format_version", "verified", "vision")
+_APART = ("format_version", "verified", "vision", "draft_head")
 _WIDEST = 200  # characters of a value of the private block
 _COLUMNS = ("tensor", "format", "shape", "scale", "-1 / 0 / +1 %", "sha256")
 _MIN_SHOWN = 3  # columns that are shown however narrow the terminal is: a name is never broken
@@ -137,6 +137,14 @@ def _summary(report: dict[str, Any]) -> list[str]:
             f"{tower['min_pixels']:,} to {tower['max_pixels']:,} pixels, {tower['depth']} blocks "
             f"of {tower['hidden_size']:,} features ({tower['num_heads']} heads, MLP "
             f"{tower['intermediate_size']:,}), rows of {tower['out_hidden_size']:,}"
+        )
+    if (draft := report["draft"]) is not None:
+        turned = f", {len(draft['rotated'])} of them rotated" if draft["rotated"] else ""
+        where = "tensors of these" if draft["listed"] else "tensors beside these"
+        lines.append(
+            f"drafts  {draft['tensors']:>5} {where}, {draft['weights']:,} weights: a head that "
+            f"drafts tokens, from {draft['origin']} (MLP {draft['intermediate_size']:,}, fed "
+            f"{draft['feed']} its norm{turned})"
         )
     block = report["bitnet_ops"] if isinstance(report["bitnet_ops"], dict) else {}
     lines += [f"{key}: {_short(value)}" for key, value in block.items() if key not in _APART]

@@ -21,6 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mmproj", metavar="FILE", help="the tower for images that was named, if one was"
     )
+    parser.add_argument(
+        "--draft-from",
+        metavar="BASE",
+        help="the base model that the head that drafts tokens was taken from, if it was",
+    )
     add_json(parser)
 
 
@@ -29,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
     from bitnet_ops.convert.errors import ConvertError
     from bitnet_ops.convert.verify import lines, verify
 
-    result = verify(args.file, args.source, text=args.text, lora=args.lora, mmproj=args.mmproj)
+    beside = {"lora": args.lora, "mmproj": args.mmproj, "draft_from": args.draft_from}
+    result = verify(args.file, args.source, text=args.text, **beside)
     print_result(result, lines(result), as_json=args.json)
     failures = result["verification"]["failures"]
     if failures:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bitnet_ops.config.attention import AttentionPolicy, read_policies
+from bitnet_ops.config.draft import DraftConfig as DraftConfig
 from bitnet_ops.config.families import (
     BY_MODEL_TYPE,
     ONEBIT,
@@ -72,6 +73,7 @@ class ModelConfig:
     `policies`: of every layer which positions its tokens read, where whoever loads the model asks
     for fewer than it was trained with (config/attention.py); empty: nobody does. `sparsity`: which
     inputs of `down` are left out, likewise (config/sparsity.py); None: none.
+    `draft`: the MTP head whose keys and values the cache has too (config/draft.py), None: none.
     `embedding_only`: the model gives hidden states and has no head. `eos_token_ids`: every id that
     ends a text; may be empty. `notes`: remarks for the user.
     """
@@ -105,6 +107,7 @@ class ModelConfig:
     rotation: Rotation | None = None
     policies: tuple[AttentionPolicy | None, ...] = ()
     sparsity: ActivationSparsity | None = None
+    draft: DraftConfig | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property

@@ -33,7 +33,7 @@ KEYS = frozenset(
     """linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
     linear_num_value_heads layer_types full_attention_interval partial_rotary_factor
     attn_output_gate output_gate_type mamba_ssm_dtype mlp_only_layers mtp_num_hidden_layers
-    mtp_use_dedicated_embeddings""".split()
+    mtp_use_dedicated_embeddings num_nextn_predict_layers""".split()
 )
 # of rope_parameters: they place tokens of images; a text's three positions are equal
 _IMAGE_ROPE = ("mrope_section", "mrope_interleaved")
@@ -148,7 +148,7 @@ def flat(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _is_decoders(key: str, value: object) -> bool:
     """Whether a key of an outer object would change what the decoder computes."""
-    if key in _SHARED or key in HARMLESS or key in REMARKS or key.startswith("mtp_"):
+    if key in _SHARED or key in HARMLESS or key in REMARKS or key.startswith(("mtp_", "num_nextn")):
         return False
     return key not in MATHS or value not in MATHS[key][0]
 
@@ -224,10 +224,10 @@ def _check_options(config: Mapping[str, Any]) -> None:
         if value is not None and value not in values:
             raise reject(name, value, f"to be absent or {values[0]!r}",
                          "another forward pass is not implemented")  # fmt: skip
-    if config.get("mtp_num_hidden_layers") is not None:
-        value = config["mtp_num_hidden_layers"]
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise reject("mtp_num_hidden_layers", value, "to be a count", "repair config.json")
+    for name in ("mtp_num_hidden_layers", "num_nextn_predict_layers"):
+        value = config.get(name)
+        if value is not None and (type(value) is not int or value < 0):
+            raise reject(name, value, "to be a count", "repair config.json")
     if config.get("mtp_use_dedicated_embeddings") is not None:
         flag(config, "mtp_use_dedicated_embeddings", False)
 

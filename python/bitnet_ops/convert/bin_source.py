@@ -17,11 +17,15 @@ import torch
 from torch import Tensor
 
 from bitnet_ops.config import PRIVATE_BLOCK, ModelConfig, UnsupportedModelError
+from bitnet_ops.config.draft import KEY as DRAFT
+from bitnet_ops.config.draft import PREFIX as DRAFTS
 from bitnet_ops.config.scheme import Scheme, Storage
 from bitnet_ops.convert.checkpoint import copy_tokenizer
+from bitnet_ops.convert.draft import DraftHead
+from bitnet_ops.convert.draft_sources import bin_head
 from bitnet_ops.convert.errors import ConvertError, listed, reject
 from bitnet_ops.convert.plan import LARGEST_SCALE
-from bitnet_ops.convert.source import Plan, Source, Ternary
+from bitnet_ops.convert.source import Plan, Source, Ternary, folder_tokens
 from bitnet_ops.convert.tower import Tower, image_ids
 from bitnet_ops.formats.sglbitnt import Reader, SglbitntError, is_sglbitnt, model_file
 from bitnet_ops.loading.model_contents import completed_config, own_tensors
@@ -63,7 +67,8 @@ class BinSource(Source):
         }
         block = dict(config.get(PRIVATE_BLOCK) or made)  # null is none
         self._vision = vision_config(config)
-        block.pop(KEY, None)  # which says what is written, not what was read
+        for key in (KEY, DRAFT):
+            block.pop(key, None)  # which says what is written, not what was read
         known = {**made, **block}  # the block of a synthetic model has neither
         origin = str(known["source_linear_class"]), str(known["source_mode"])
         scheme = Scheme(Storage.SGLBITNT, None, *origin)
@@ -71,7 +76,9 @@ class BinSource(Source):
         self.remarks = list(model.notes)
         beside = set() if self._vision is None else {PREFIX + n for n in tower_shapes(self._vision)}
         names = {n.removeprefix(PREFIX): n for n in beside}
-        self.plan = dataclasses.replace(self.plan, tower=names)
+        drafts = {name: name for name in reader.tensors if name.startswith(DRAFTS)}
+        self.plan = dataclasses.replace(self.plan, tower=names, drafts=drafts)
+        beside |= drafts.keys()
         copies = [name for name in reader.tensors if name not in tensors and name not in beside]
         if copies:
             self.remarks.append(f"left out, since they repeat others: {listed(copies)}")
@@ -121,6 +128,12 @@ class BinSource(Source):
             return None
         return Tower(self._vision, self.path.name, lambda name: self.dense(PREFIX + name))
 
+    def own_draft(self) -> DraftHead | None:
+        return bin_head(self._reader, self.plan.config)
+
+    def tokens(self) -> dict[int, str]:
+        return folder_tokens(self.path.parent)
+
     def image_ids(self) -> dict[str, int]:
         return image_ids(self.path.parent)
 
@@ -150,6 +163,8 @@ class BinSource(Source):
             names = [*self.plan.specs]
             if self.tower is not None and not self.tower.files:  # its own
                 names += [PREFIX + name for name in tower_shapes(self.tower.config)]
+            if self.draft is not None and not self.draft.files:
+                names += self.draft.shapes
             wrong = [name for name in names if not self._same(made, name)]
         if wrong:
             reject(

@@ -31,7 +31,13 @@ from torch import Tensor
 from bitnet_ops.config import UnsupportedModelError
 from bitnet_ops.config.hybrid import ROTATION, flat, passed_over, written_rotation
 from bitnet_ops.convert.errors import ConvertError, listed, reject
-from bitnet_ops.convert.hybrid import PACKAGE, PackageRotation, own_name, read_package
+from bitnet_ops.convert.hybrid import (
+    PACKAGE,
+    PackageRotation,
+    draft_name,
+    own_name,
+    read_package,
+)
 from bitnet_ops.convert.source import reject_changed, stamp
 from bitnet_ops.formats.destination import TOKENIZER_FILES
 from bitnet_ops.generate.tokenizer import CONFIG_FILE, TEMPLATE_FILE
@@ -48,6 +54,7 @@ from bitnet_ops.untrusted import (
 )
 
 SINGLE = "model.safetensors"
+DRAFT_FILE = "mtp/weights.safetensors"  # of MLX packages, where nothing else globs it
 INDEX = "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
@@ -90,14 +97,18 @@ class Checkpoint:
 
     `config` is config.json as a dict, `tensors` maps every tensor's name to its TensorRecord.
     `allow_pickle`: where there are no safetensors, take pytorch_model.bin or its shards; `pickled`
-    says that this happened. `packed_mlx`: the shapes of the weights that an MLX package holds in 2
-    bits; `config` and `tensors` are then those of the floating checkpoint. `found`: of the private
-    block, the rotation of a package that has one. `remarks`: what of config.json was not read. A
-    nested config.json is seen flat; `published` is the one in the folder. Raises ConvertError for
-    anything that is not a complete, unambiguous checkpoint.
+    says that this happened. `drafts_alone`: of shards open those alone that hold layers which draft
+    tokens; the others need not be there, and `tensors` has none of theirs. `packed_mlx`: the shapes
+    of the weights that an MLX package holds in 2 bits; `config` and `tensors` are then those of the
+    floating checkpoint. `found`: of the private block, the rotation of a package that has one.
+    `remarks`: what of config.json was not read. A nested config.json is seen flat; `published` is
+    the one in the folder. Raises ConvertError for anything that is not a complete, unambiguous
+    checkpoint.
     """
 
-    def __init__(self, folder: str | Path, *, allow_pickle: bool = False) -> None:
+    def __init__(
+        self, folder: str | Path, *, allow_pickle: bool = False, drafts_alone: bool = False
+    ) -> None:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             found = "a file" if self.folder.exists() else "no such file or directory"
@@ -111,13 +122,15 @@ class Checkpoint:
         self.config = _read_object(self.folder, "config.json", "config-missing", "config-json")
         self.published = self.config
         _reject_folded(self.folder, self.config)
-        names, index = _weight_files(self.folder, allow_pickle)
+        names, index = _weight_files(self.folder, allow_pickle, drafts_alone)
+        if is_mlx(self.config) and (self.folder / DRAFT_FILE).is_file():
+            names = [*names, DRAFT_FILE]
         _check_links(self.folder, names)
         self.pickled = not names[0].endswith(".safetensors")
         self._files = {name: _open(self.folder / name) for name in names}
         self.tensors = _records(self._files)
         if index is not None:
-            _check_index(self.folder, index, self.tensors)
+            _check_index(self.folder, index, self.tensors, set(names))
         self.packed_mlx: dict[str, tuple[int, int]] = {}
         self.found: dict[str, Any] = {}
         self.remarks: list[str] = []
@@ -339,9 +352,11 @@ def copy_tokenizer(source: Path, folder: Path) -> tuple[list[str], list[str]]:
     return [*names, TEMPLATE_FILE], [*remarks, remark]
 
 
-def _weight_files(folder: Path, allow_pickle: bool) -> tuple[list[str], str | None]:
+def _weight_files(
+    folder: Path, allow_pickle: bool, drafts_alone: bool
+) -> tuple[list[str], str | None]:
     """The names of the files that make up the checkpoint, and that of their index if sharded."""
-    found = _single_or_index(folder, SINGLE, INDEX, ".safetensors")
+    found = _single_or_index(folder, SINGLE, INDEX, ".safetensors", drafts_alone)
     if found is None and allow_pickle:
         found = _single_or_index(folder, PICKLE, PICKLE_INDEX, ".bin")
     if found is None:
@@ -350,7 +365,7 @@ def _weight_files(folder: Path, allow_pickle: bool) -> tuple[list[str], str | No
 
 
 def _single_or_index(
-    folder: Path, single: str, index: str, suffix: str
+    folder: Path, single: str, index: str, suffix: str, drafts_alone: bool = False
 ) -> tuple[list[str], str | None] | None:
     """A single file, or what the index names; None where there is neither.
 
@@ -358,26 +373,41 @@ def _single_or_index(
     both are there: an index is not needed beside it, and only says whether there is another set.
     """
     if (folder / single).is_file():
-        others = _others(folder, single, index, suffix)
+        others, drafts = _others(folder, single, index, suffix)
         if others:
             reject("ambiguous-weights", f"{single}, or the files that {index} names",
                    f"both, {single} and {listed(others)}",
                    "remove the set that does not belong to this config.json")  # fmt: skip
-        return [single], None
+        return [single, *drafts], None
     if (folder / index).is_file():
-        return _shard_names(folder, index, _weight_map(folder, index, suffix)), index
+        weight_map = _weight_map(folder, index, suffix)
+        if drafts_alone:
+            kept = {file for name, file in weight_map.items() if draft_name(name) is not None}
+            weight_map = {n: file for n, file in weight_map.items() if file in kept} or weight_map
+        return _shard_names(folder, index, weight_map), index
     return None
 
 
-def _others(folder: Path, single: str, index: str, suffix: str) -> list[str]:
-    """The files beside `single` that `index` names and that are there."""
+def _others(folder: Path, single: str, index: str, suffix: str) -> tuple[list[str], list[str]]:
+    """The files beside `single` that `index` names and that are there.
+
+    And those of them that hold layers that draft tokens, which belong to `single`.
+    """
     if not (folder / index).is_file():
-        return []
+        return [], []
     try:
-        names = set(_weight_map(folder, index, suffix).values())
+        weight_map = _weight_map(folder, index, suffix)
     except ConvertError:  # it names no files, so there is no other set
-        return []
-    return sorted(n for n in names if n != single and (folder / n).is_file())
+        return [], []
+    drafts = _draft_files(weight_map)
+    names = [n for n in sorted(set(weight_map.values())) if n != single and (folder / n).is_file()]
+    return [n for n in names if n not in drafts], [n for n in names if n in drafts]
+
+
+def _draft_files(weight_map: Mapping[str, str]) -> set[str]:
+    """The files of an index that hold nothing but layers that draft tokens."""
+    others = {file for name, file in weight_map.items() if draft_name(name) is None}
+    return set(weight_map.values()) - others
 
 
 def _reject_other_weights(folder: Path, allow_pickle: bool) -> NoReturn:
@@ -439,7 +469,11 @@ def _weight_map(folder: Path, index: str, suffix: str) -> dict[str, str]:
 
 
 def _shard_names(folder: Path, index: str, weight_map: dict[str, str]) -> list[str]:
-    names = sorted(set(weight_map.values()))
+    # people move this file where no pattern of names finds it, and leave the index as it was
+    drafts = _draft_files(weight_map) if (folder / DRAFT_FILE).is_file() else set()
+    names = [
+        n for n in sorted(set(weight_map.values())) if n not in drafts or (folder / n).is_file()
+    ]
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
         reject(
@@ -522,9 +556,14 @@ def _records(files: dict[str, Any]) -> dict[str, TensorRecord]:
     return records
 
 
-def _check_index(folder: Path, index: str, records: dict[str, TensorRecord]) -> None:
-    """The index and the shards' headers must say the same."""
+def _check_index(
+    folder: Path, index: str, records: dict[str, TensorRecord], opened: set[str]
+) -> None:
+    """The index and the headers of the shards that were opened must say the same."""
     weight_map = _weight_map(folder, index, Path(next(iter(records.values())).file).suffix)
+    moved = {name for name, record in records.items() if record.file == DRAFT_FILE}
+    weight_map = {n: f for n, f in weight_map.items() if n not in moved and f in opened}
+    records = {name: record for name, record in records.items() if name not in moved}
     wrong = [n for n, file in weight_map.items() if n not in records or records[n].file != file]
     wrong += [n for n in records if n not in weight_map]
     if wrong:

@@ -27,6 +27,7 @@ from torch import Tensor
 from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.scheme import Storage
+from bitnet_ops.convert.draft_proof import DraftComparison, compare_draft
 from bitnet_ops.convert.errors import reject
 from bitnet_ops.convert.forward import PictureRows, Prompt
 from bitnet_ops.convert.gguf_source import GgufSource
@@ -248,6 +249,7 @@ class Verification:
     # against the source's own arithmetic, where that leaves activations unrounded; never judged
     floating_activations: LogitComparison | None = None
     tower: TowerComparison | None = None  # where there is one
+    draft: DraftComparison | None = None  # likewise
     # of the plain forward and itself with a nudged input, where a usual bound was broken
     noise: LogitComparison | None = None
     damage: list[str] = field(default_factory=list)  # of the source; among the failures
@@ -259,7 +261,7 @@ class Verification:
         for name, value in values.items():
             if isinstance(value, LogitComparison):
                 values[name] = value.to_dict()
-            elif isinstance(value, TowerComparison):
+            elif isinstance(value, TowerComparison | DraftComparison):
                 values[name] = value.to_dict()
         return {**values, "passed": not self.failures}
 
@@ -291,6 +293,9 @@ def verify_conversion(
         undisturbed = reference if plain is oracle else plain.logits(sequences)
         result.noise = _compared(sequences, undisturbed, plain.logits(sequences, NUDGE))
     _compare_unrounded(source, file, sequences, ours, result)
+    result.draft = compare_draft(source.draft, file)
+    if result.draft is not None:
+        result.failures += result.draft.failures()
     result.failures += [*result.damage, *result.logits.failures(result.noise)]
     return result
 

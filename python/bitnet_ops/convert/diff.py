@@ -31,14 +31,20 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> dict[str, Any]
     """What differs between the models at `a` and `b`, as plain numbers and strings.
 
     Keys: a, b (path and kind), config (key -> [a, b], the converter's private block left out),
-    only_a, only_b (names), tensors (a list of those that differ), same (how many do not), equal.
+    only_a, only_b (names), tensors (a list of those that differ), same (how many do not), equal,
+    draft (whether a and b have a head that drafts tokens) and draft_compared.
     Of a ternary pair: codes_differing, a share, and scale_ratio_min and _max, those of b against
     those of a. Of a dense pair: max_difference, max_magnitude (of a) and values_differing, a share.
     """
     first, second = open_source(a), open_source(b)
+    drafts = [one.draft is not None for one in (first, second)]
+    hidden = not all(
+        name in one.entries for one in (first, second) for name in _head(first, second)
+    )
+    skipped = set(_head(first, second)) if all(drafts) and hidden else set()
     config = _config_differences(first.config, second.config)
-    only_a = [name for name in first.entries if name not in second.entries]
-    only_b = [name for name in second.entries if name not in first.entries]
+    only_a = [n for n in first.entries if n not in second.entries and n not in skipped]
+    only_b = [n for n in second.entries if n not in first.entries and n not in skipped]
     common = [name for name in first.entries if name in second.entries]
     found = [_compare(first, second, name) for name in common]
     tensors = [row for row in found if row is not None]
@@ -50,8 +56,16 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> dict[str, Any]
         "only_b": only_b,
         "tensors": tensors,
         "same": len(common) - len(tensors),
-        "equal": not (config or only_a or only_b or tensors),
+        "draft": drafts,
+        "draft_compared": all(drafts) and not skipped,
+        "equal": not (config or only_a or only_b or tensors) and drafts[0] == drafts[1],
     }
+
+
+def _head(*contents: Contents) -> list[str]:
+    """The tensors of heads that draft tokens."""
+    heads = [one.draft for one in contents if one.draft is not None]
+    return sorted({name for head in heads for name in head.shapes})
 
 
 def _config_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -160,6 +174,7 @@ def lines(report: Mapping[str, Any]) -> list[str]:
     for side in ("a", "b"):
         out += [f"only in {side}: {name}" for name in report[f"only_{side}"]]
     out += [f"{row['name']}: {_words(row)}" for row in report["tensors"]]
+    out += _draft_lines(report)
     differ = len(report["tensors"])
     if report["equal"]:
         return [*out, f"equal: {counted(report['same'], 'tensor')} and the config"]
@@ -168,6 +183,18 @@ def lines(report: Mapping[str, Any]) -> list[str]:
         f"{counted(report['same'], 'tensor')} equal, {differ} differ, "
         f"{len(report['only_a'])} only in a, {len(report['only_b'])} only in b, "
         f"{counted(len(report['config']), 'difference')} in the config",
+    ]
+
+
+def _draft_lines(report: Mapping[str, Any]) -> list[str]:
+    a, b = report["draft"]
+    if a != b:
+        return [f"a head that drafts tokens in {'a' if a else 'b'} alone"]
+    if not a or report["draft_compared"]:
+        return []
+    return [
+        "heads that draft tokens in both, not compared: model files hold them rounded; "
+        "`bitnet-ops verify` compares one with its source"
     ]
 
 

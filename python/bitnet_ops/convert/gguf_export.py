@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from bitnet_ops.config import ModelConfig, Scalings, UnsupportedModelError
+from bitnet_ops.config.draft import draft_config
 from bitnet_ops.config.families import Family
 from bitnet_ops.config.hybrid import ROTATION, Rotation
 from bitnet_ops.convert import hybrid
@@ -180,6 +181,11 @@ def export_gguf(
             "the tower for images was left out: other programs want it as an mmproj file, which "
             "the model's makers publish"
         )
+    if export.has_draft:
+        remarks.append(
+            "the head that drafts tokens was left out: GGUF holds it in other forms, which the "
+            "model's makers publish"
+        )
     if export.rounding:
         kept = "; converting back restores the float32 ones, other programs use the rounded ones"
         remarks.append(
@@ -247,6 +253,7 @@ class _Export:
         self.specs: dict[str, TensorSpec] = dict(expected_tensors(self.model))
         self._reader = reader
         self.has_tower = vision_config(reader.config) is not None
+        self.has_draft = draft_config(reader.config) is not None
         self._scales: dict[str, float] = {}
         for name, spec in self.specs.items():
             if self.type == "PQ2_0" and reader.tensors[name].packed:

@@ -25,6 +25,8 @@ from bitnet_ops.config.hybrid import ROTATION, written_rotation
 from bitnet_ops.config.scheme import Scheme, Storage
 from bitnet_ops.convert import hybrid
 from bitnet_ops.convert.checkpoint import copy_tokenizer
+from bitnet_ops.convert.draft import DraftHead
+from bitnet_ops.convert.draft_sources import gguf_head
 from bitnet_ops.convert.errors import ConvertError, listed, reject
 from bitnet_ops.convert.gguf_config import (
     FACTOR_TENSORS,
@@ -39,8 +41,17 @@ from bitnet_ops.convert.gguf_config import (
     hf_name,
     shortest,
 )
-from bitnet_ops.convert.gguf_tokenizer import tokenizer_files
-from bitnet_ops.convert.source import EMBEDDING, HEAD, Plan, Source, Ternary, Uneven, model_of
+from bitnet_ops.convert.gguf_tokenizer import UNUSED, tokenizer_files
+from bitnet_ops.convert.source import (
+    EMBEDDING,
+    HEAD,
+    Plan,
+    Source,
+    Ternary,
+    Uneven,
+    folder_tokens,
+    model_of,
+)
 from bitnet_ops.convert.ternary import SPREAD, check_finite, from_ternary, looks_ternary
 from bitnet_ops.convert.tower import vocabulary_ids
 from bitnet_ops.errors import install
@@ -206,6 +217,17 @@ class GgufSource(Source):
             return found
         return hybrid.with_columns(found, columns, net.value_dim, name)
 
+    def own_draft(self) -> DraftHead | None:
+        return head_of(self.reader, self.architecture, self.plan.config, "the file")
+
+    def drafts(self) -> int:
+        return len(draft_tensors(self.reader, self.architecture))
+
+    def tokens(self) -> dict[int, str]:
+        if self._tokenizer is not None and str(self._tokenizer) != "none":
+            return folder_tokens(Path(self._tokenizer))
+        return metadata_tokens(self.reader)
+
     def image_ids(self) -> dict[str, int]:
         return vocabulary_ids(self.reader.metadata.get("tokenizer.ggml.tokens"))
 
@@ -271,7 +293,7 @@ def _named(
     for name, info in reader.tensors.items():
         kind = hybrid.gguf_beside(name, layers, blocks) if architecture.family.hybrid else None
         if kind is not None:
-            beside.append(kind)
+            beside += [kind] if kind != hybrid.DRAFTS else []
             continue
         if name in FACTOR_TENSORS:
             if info.type.name != "F32" or len(info.shape) != 1 or info.shape[0] > _MAX_FACTORS:
@@ -288,6 +310,38 @@ def _named(
         reject("unknown-tensor", f"the tensors of {architecture.name} alone", listed(unknown),
                "this kind of model is not implemented")  # fmt: skip
     return infos, factors, hybrid.counted(beside)
+
+
+def draft_tensors(reader: Reader, architecture: Architecture) -> list[str]:
+    """Names of the tensors of layers that draft tokens."""
+    if not architecture.family.hybrid:
+        return []
+    layers, blocks = decoder_layers(reader.metadata, architecture)
+    return [n for n in reader.tensors if hybrid.gguf_beside(n, layers, blocks) == hybrid.DRAFTS]
+
+
+def head_of(
+    reader: Reader, architecture: Architecture, model: ModelConfig, origin: str
+) -> DraftHead | None:
+    """The head that drafts tokens of a file, for the trunk `model`; None without one.
+
+    Raises HeadError for one that cannot be taken over.
+    """
+    if not draft_tensors(reader, architecture):
+        return None
+    layers, blocks = decoder_layers(reader.metadata, architecture)
+    names, numbers = architecture.layer_names, range(layers, blocks)
+    return gguf_head(reader, model, names, numbers, lambda info: dense(reader, info), origin)
+
+
+def metadata_tokens(reader: Reader) -> dict[int, str]:
+    """Texts of the tokens by id, but for rows that no token has; none where there are none."""
+    tokens = reader.metadata.get("tokenizer.ggml.tokens")
+    types = reader.metadata.get("tokenizer.ggml.token_type")
+    if not is_strings(tokens):
+        return {}
+    kinds = types.tolist() if isinstance(types, np.ndarray) and len(types) == len(tokens) else []
+    return {i: t for i, t in enumerate(tokens) if not kinds or kinds[i] != UNUSED}
 
 
 def _check_names(

@@ -14,8 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.scheme import Storage
 from bitnet_ops.convert.checkpoint import Checkpoint, check_embedding, copy_tokenizer
+from bitnet_ops.convert.draft import DraftHead
+from bitnet_ops.convert.draft_sources import checkpoint_head
 from bitnet_ops.convert.errors import ConvertError, reject
 from bitnet_ops.convert.hybrid import GATED_NORM, as_here, has_summed_norms
 from bitnet_ops.convert.plan import check_scale_sense, make_plan, scale_name
@@ -133,6 +136,12 @@ class HfSource(Source):
     def own_tower(self) -> Tower | None:
         return tower_of(self.checkpoint, self.plan.tower)
 
+    def own_draft(self) -> DraftHead | None:
+        if not self.plan.drafts:
+            return None
+        model, summed = self.plan.config, self.summed_norms
+        return head_of(self.checkpoint, self.plan.drafts, model, summed, "the checkpoint")
+
     def image_ids(self) -> dict[str, int]:
         return image_ids(self.path)
 
@@ -248,6 +257,27 @@ class HfSource(Source):
         if buffers := sum(name.endswith(".rotary_emb.inv_freq") for name in plan.stored):
             remarks.append(f"{buffers} rotary inv_freq buffers follow from rope_theta; ignored")
         return [*remarks, *([plan.scheme.remark] if plan.scheme.remark else [])]
+
+
+def head_of(
+    checkpoint: Checkpoint,
+    names: Mapping[str, str],
+    model: ModelConfig,
+    summed: bool,
+    origin: str,
+) -> DraftHead:
+    """The head that drafts tokens of a checkpoint; `names`: stored ones by names from `mtp.` on.
+
+    summed: its norms hold what they multiply by. Raises HeadError for one of another kind.
+    """
+    records = {name: checkpoint.tensors[stored] for name, stored in names.items()}
+    forms = {name: (record.dtype, record.shape) for name, record in records.items()}
+
+    def read(name: str) -> Tensor:
+        return checkpoint.tensor(names[name])
+
+    config = checkpoint.config
+    return checkpoint_head(config, model, forms, read, summed=summed, origin=origin)
 
 
 def tower_of(checkpoint: Checkpoint, names: Mapping[str, str]) -> Tower | None:

@@ -70,9 +70,10 @@ def tower_name(name: str) -> str | None:
     return next((name.removeprefix(p) for p in _TOWER if name.startswith(p)), None)
 
 
-def left_out(names: Iterable[str]) -> list[str]:
-    """A remark on the layers of a checkpoint that draft tokens, if there are any."""
-    return counted(DRAFTS for name in names if _without_prefix(name).startswith(_DRAFTS))
+def draft_name(name: str) -> str | None:
+    """A tensor of layers that draft tokens, `mtp.` and so on; None for any other."""
+    name = _without_prefix(name)
+    return name[name.index("mtp.") :] if name.startswith(_DRAFTS) else None
 
 
 def counted(kinds: Iterable[str]) -> list[str]:

@@ -19,14 +19,16 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import ops
-from bitnet_ops.config import PRIVATE_BLOCK, PROJECTIONS, UnsupportedModelError
+from bitnet_ops.config import PRIVATE_BLOCK, PROJECTIONS, ModelConfig, UnsupportedModelError
 from bitnet_ops.config.families import family_of
 from bitnet_ops.config.scheme import stated_linear_class
 from bitnet_ops.convert import hybrid
 from bitnet_ops.convert.checkpoint import Checkpoint
+from bitnet_ops.convert.draft import DraftHead, HeadError
+from bitnet_ops.convert.draft_sources import bin_head
 from bitnet_ops.convert.errors import ConvertError, said_by
 from bitnet_ops.convert.gguf_source import GgufSource, dense, ternary
-from bitnet_ops.convert.hf_source import tower_of
+from bitnet_ops.convert.hf_source import head_of, tower_of
 from bitnet_ops.convert.plan import find_naming
 from bitnet_ops.convert.source import Uneven
 from bitnet_ops.convert.ternary import looks_ternary, uneven_of
@@ -47,7 +49,9 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Keys: file, kind, bytes, model_type, bitnet_ops (the config's private block or None), tensors
     (a list: name, format, shape, scale, scales, minus, zero, plus, nbytes, sha256), totals, vision
-    (sizes of a tower for images, its tensors and their bytes; None without one) and remarks.
+    (sizes of a tower for images, its tensors and their bytes; None without one), draft (what is
+    known of a head that drafts tokens, its tensors, their weights, and whether they are among
+    `tensors`; None without one) and remarks.
     Shapes are logical, [N, K]; where nothing gives K it is 4 times the row bytes, and a remark says
     so. `scale` is a tensor's only one; where there are more, `scales` has their shape, smallest and
     largest. Raises SglbitntError, GgufError or ConvertError for a file that is damaged.
@@ -63,6 +67,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         "tensors": rows,
         "totals": _totals(rows),
         "vision": _vision(source, rows),
+        "draft": _draft(source),
         "remarks": source.remarks,
     }
 
@@ -95,6 +100,18 @@ def _vision(source: Contents, rows: Sequence[dict[str, Any]]) -> dict[str, Any] 
         return None
     own = [row["nbytes"] for row in rows if row["name"].startswith(PREFIX)]
     return {**source.vision.to_json(), "tensors": len(own), "bytes": sum(own)}
+
+
+def _draft(source: Contents) -> dict[str, Any] | None:
+    head = source.draft
+    if head is None:
+        return None
+    return {
+        **head.config.to_dict(),
+        "tensors": len(head.shapes),
+        "weights": sum(map(math.prod, head.shapes.values())),
+        "listed": all(name in source.entries for name in head.shapes),
+    }
 
 
 def _totals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -154,7 +171,11 @@ class Values:
 
 
 class Contents(Protocol):
-    """A model file or folder, opened: `entries` by name, `remarks` for what could not be told."""
+    """A model file or folder, opened: `entries` by name, `remarks` for what could not be told.
+
+    draft: its head that drafts tokens. A model file lists its tensors, others do not: they hold
+    other values than a conversion.
+    """
 
     path: Path
     kind: str
@@ -162,6 +183,7 @@ class Contents(Protocol):
     config: Mapping[str, Any]
     entries: dict[str, Entry]
     vision: VisionConfig | None
+    draft: DraftHead | None
 
     @property
     def remarks(self) -> list[str]:
@@ -210,6 +232,7 @@ class BinContents:
         self.config: Mapping[str, Any] = self.reader.config
         known, self.remarks = _in_features(self.reader)
         self.vision = _vision_of(self.reader, self.remarks)
+        self.draft = self._head()
         self.entries = {}
         for name, info in self.reader.tensors.items():
             shape = list(info.shape)
@@ -218,6 +241,14 @@ class BinContents:
             kind = "ternary" if info.packed else str(info.dtype).removeprefix("torch.")
             size = info.nbytes + info.scales_nbytes
             self.entries[name] = Entry(name, name, kind, tuple(shape), size)
+
+    def _head(self) -> DraftHead | None:
+        try:
+            return bin_head(self.reader, model_config(self.reader))
+        except (UnsupportedModelError, HeadError) as error:
+            said = f"no head that drafts tokens: {error}"
+            self.remarks += [said] if isinstance(error, HeadError) else []
+            return None
 
     def values(self, name: str) -> Values:
         tensor, info = self.reader.tensor(name), self.reader.tensors[name]
@@ -260,7 +291,7 @@ def _in_features(reader: Reader) -> tuple[dict[str, int], list[str]]:
         padded = packed and reader.version == 1
         return {}, [f"K is 4 * row bytes, padding included: {error}"] if padded else [str(error)]
     known, remarks = {}, []
-    for name in packed:
+    for name in (name for name in packed if name in expected):
         k = expected[name].shape[-1]
         try:
             reader.check_in_features(name, k)
@@ -305,6 +336,19 @@ class CheckpointContents:
             self.entries[name] = Entry(name, stored, kind, tuple(shape), size)
         self._tower = self._read_tower(naming.tower)
         self.vision = None if self._tower is None else self._tower.config
+        self.draft = self._head(naming.drafts)
+
+    def _head(self, names: Mapping[str, str]) -> DraftHead | None:
+        """The head that drafts tokens; a remark on tensors of layers that are no such head."""
+        if not names:
+            return None
+        try:
+            model, summed = ModelConfig.from_hf(self.config), self._hybrid and self._summed_norms
+            return head_of(self.source, names, model, summed, "the checkpoint")
+        except (UnsupportedModelError, HeadError) as error:
+            self._remarks += hybrid.counted([hybrid.DRAFTS] * len(names))
+            self._remarks.append(f"no head that drafts tokens: {error}")
+            return None
 
     def _read_tower(self, names: Mapping[str, str]) -> Tower | None:
         """The tower for images, listed as a conversion has it; a remark where it has none."""
@@ -413,10 +457,17 @@ class GgufContents:
         self._remarks: list[str] = []
         self._uneven: dict[str, Uneven | None] = {}
         self._source: GgufSource | None = None
+        self.draft: DraftHead | None = None
         try:
             self._source = GgufSource(self.reader, i2s_layout=i2s_layout)
             self.config: Mapping[str, Any] = self._source.plan.hf_config
             infos, self._remarks = self._source.infos, self._source.remarks
+            try:
+                self.draft = self._source.own_draft()
+            except HeadError as error:
+                count = self._source.drafts()
+                self._remarks += hybrid.counted([hybrid.DRAFTS] * count)
+                self._remarks.append(f"no head that drafts tokens: {error}")
         except ConvertError as error:
             self.config, infos = {}, dict(self.reader.tensors)
             self._remarks = [f"names are the file's own: {error}"]

@@ -37,8 +37,8 @@ from bitnet_ops.convert.checkpoint import TensorRecord
 from bitnet_ops.convert.errors import ConvertError, listed, reject
 from bitnet_ops.convert.hybrid import (
     NOT_TERNARY,
+    draft_name,
     is_gate,
-    left_out,
     own_name,
     stored_shapes,
     tower_name,
@@ -133,6 +133,7 @@ def make_plan(
         tied_head,
         (*model.notes, *naming.remarks),
         naming.tower,
+        naming.drafts,
     )
 
 
@@ -424,7 +425,8 @@ class Naming:
 
     `found` goes into the private block of the config, where ModelConfig.from_hf reads it.
     `bitlinear_norms`: the checkpoint spells norms inside its projections as BitLinear code does.
-    `tower`: stored names of a tower for images, by their names inside it.
+    `tower`: stored names of a tower for images, by their names inside it. `drafts`: those of layers
+    that draft tokens, by their names from `mtp.` on.
     """
 
     stored: dict[str, str]
@@ -432,19 +434,22 @@ class Naming:
     bitlinear_norms: bool
     remarks: tuple[str, ...]
     tower: dict[str, str]
+    drafts: dict[str, str]
 
 
 def find_naming(config: Mapping[str, Any], family: Family | None, names: Iterable[str]) -> Naming:
     """The Naming of a checkpoint; ConvertError if two of its tensors are one tensor here."""
     prefix = _wrapper_prefix(names := list(names))
     given, names = names, [name.removeprefix(prefix) for name in names]
-    beside: list[str] = []
     tower: dict[str, str] = {}
+    drafts = {d: whole for whole, n in zip(given, names, strict=True) if (d := draft_name(n))}
+    if drafts:
+        kept = [(whole, n) for whole, n in zip(given, names, strict=True) if not draft_name(n)]
+        given, names = [whole for whole, _ in kept], [name for _, name in kept]
     if family is not None and family.hybrid:
         for whole, name in zip(given, names, strict=True):
             if (inside := tower_name(name)) is not None:
                 tower[inside] = whole
-        beside = left_out(names)
         owned = {whole: own_name(name) for whole, name in zip(given, names, strict=True)}
         given, names = [n for n in given if owned[n]], [n for n in owned.values() if n]
     headless = any(name.startswith("embed_tokens.") for name in names)
@@ -454,7 +459,6 @@ def find_naming(config: Mapping[str, Any], family: Family | None, names: Iterabl
         table |= _SUBLN
     inner = any(part in f".{name}" for name in names for part in _INNER)
     found, remarks = _found(config, family, subln, inner)
-    remarks = (*remarks, *beside)
     stored: dict[str, str] = {}
     for name, as_given in zip(names, given, strict=True):
         here = _rename(name, table, headless)
@@ -463,7 +467,7 @@ def find_naming(config: Mapping[str, Any], family: Family | None, names: Iterabl
         stored[here] = as_given
     if prefix:
         remarks = (*remarks, f"every name begins with {prefix}, which a wrapper left; taken away")
-    return Naming(stored, found, inner, remarks, tower)
+    return Naming(stored, found, inner, remarks, tower, drafts)
 
 
 _WRAPPERS = ("module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module")

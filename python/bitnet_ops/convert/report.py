@@ -139,6 +139,7 @@ def proof_line(proof: dict[str, Any]) -> str:
         f"{figures['loss_ours']:.4f} against {figures['loss_reference']:.4f} (perplexity "
         f"{figures['perplexity_ours']:.3f} against {figures['perplexity_reference']:.3f}) on the "
         f"{proof['text']}{source}{noise}{_tower(proof.get('tower'))}"
+        f"{_draft(proof.get('draft'))}"
     )
 
 
@@ -157,6 +158,18 @@ def _tower(proof: dict[str, Any] | None) -> str:
     return (
         f"{same}, largest difference of {counted(proof['rows'], 'row')} "
         f"{proof['relative_difference']:.2g} of the largest value against {proof['oracle']}"
+    )
+
+
+def _draft(proof: dict[str, Any] | None) -> str:
+    """A head that drafts tokens in half a sentence; nothing where there is none."""
+    if proof is None:
+        return ""
+    if proof["why_not"] is not None:
+        return f"; head that drafts tokens: not compared ({proof['why_not']})"
+    return (
+        f"; head that drafts tokens: {counted(proof['tensors'], 'tensor')}, a weight off by "
+        f"{proof['largest_error']:.2g} of the step between its levels at most"
     )
 
 

@@ -15,8 +15,10 @@ from torch import Tensor
 from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig, UnsupportedModelError
 from bitnet_ops.config.scheme import Scheme
+from bitnet_ops.convert.draft import DraftHead
 from bitnet_ops.convert.errors import ConvertError, reject
 from bitnet_ops.convert.tower import Tower
+from bitnet_ops.generate.tokenizer import TOKENIZER_FILE, Tokenizer, TokenizerError
 from bitnet_ops.models import TensorSpec
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -32,6 +34,7 @@ class Plan:
     block: the private block of the config, which says how the source was read.
     tied_head: the source repeats the embedding as lm_head.weight; they must be equal.
     tower: name inside the tower for images -> name in the source, for every tensor of a checkpoint.
+    drafts: the same of layers that draft tokens, by their names from `mtp.` on.
     """
 
     config: ModelConfig
@@ -43,6 +46,7 @@ class Plan:
     tied_head: bool = False
     remarks: tuple[str, ...] = ()
     tower: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    drafts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def renamed(self) -> bool:
@@ -115,7 +119,8 @@ class Source:
     """A checkpoint or file, opened and planned; a kind of source is a class derived from this.
 
     path: of the folder or file. nbytes: of its weights. noun: what messages call it. remarks: for
-    the report, complete once `finish` has run. tower: for images, where one is to be written.
+    the report, complete once `finish` has run. tower: for images, draft: that drafts tokens, where
+    one is to be written.
     """
 
     path: Path
@@ -126,6 +131,8 @@ class Source:
     tokenizer_folder: Path | None = None  # the source's own, where it has files of it
     tower: Tower | None = None
     tower_remarks: Sequence[str] = ()
+    draft: DraftHead | None = None
+    draft_remarks: Sequence[str] = ()
 
     def check(self) -> None:
         """Reject what only the data of the source shows, before anything is written."""
@@ -153,6 +160,21 @@ class Source:
         """The tower for images that the source itself holds."""
         return None
 
+    def own_draft(self) -> DraftHead | None:
+        """The head that drafts tokens which the source itself holds.
+
+        Raises HeadError for one that cannot be taken over.
+        """
+        return None
+
+    def drafts(self) -> int:
+        """How many tensors of layers that draft tokens the source has."""
+        return len(self.plan.drafts)
+
+    def tokens(self) -> dict[int, str]:
+        """The vocabulary, as far as it is known: texts by id."""
+        return folder_tokens(self.tokenizer_folder)
+
     def image_ids(self) -> dict[str, int]:
         """Ids of the tokens of images (vision.config.IMAGE_TOKENS), those that are known."""
         return {}
@@ -169,12 +191,24 @@ class Source:
         raise NotImplementedError
 
     def all_files(self) -> dict[str, Path]:
-        """Those, and the files of the tower."""
-        return {**self.files(), **(self.tower.files if self.tower is not None else {})}
+        """Those, and the files of the tower and of the head that drafts tokens."""
+        beside = [part.files for part in (self.tower, self.draft) if part is not None]
+        return dict(item for files in [self.files(), *beside] for item in files.items())
 
     def hashes(self) -> dict[str, str]:
         """SHA-256 of every file that was read, by name."""
         return {name: file_sha256(path) for name, path in self.all_files().items()}
+
+
+def folder_tokens(folder: Path | None) -> dict[int, str]:
+    """Texts of the tokens of tokenizer.json in `folder` by id; none where there is none."""
+    if folder is None or not (folder / TOKENIZER_FILE).is_file():
+        return {}
+    try:
+        vocabulary = Tokenizer.from_dir(folder).backend.get_vocab()
+    except TokenizerError:  # which is said where it is copied
+        return {}
+    return {number: token for token, number in vocabulary.items()}
 
 
 def file_sha256(path: Path) -> str:

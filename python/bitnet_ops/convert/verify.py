@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from bitnet_ops.config import PRIVATE_BLOCK
+from bitnet_ops.config.draft import PREFIX as DRAFTS
+from bitnet_ops.config.draft import draft_config
 from bitnet_ops.convert.checkpoint import Checkpoint
 from bitnet_ops.convert.comparison import Verification, verify_conversion
+from bitnet_ops.convert.draft_choice import with_draft
 from bitnet_ops.convert.errors import ConvertError, listed, reject, said_by
 from bitnet_ops.convert.gguf_source import GgufSource
 from bitnet_ops.convert.hf_source import HfSource
@@ -34,6 +37,7 @@ def verify(
     text: str | Path | None = None,
     lora: str | Path | None = None,
     mmproj: str | Path | None = None,
+    draft_from: str | Path | None = None,
 ) -> dict[str, Any]:
     """Compare a converted model with its source.
 
@@ -43,6 +47,8 @@ def verify(
         text: a UTF-8 file to measure logits and perplexity on; None is the converter's own text.
         lora: the PEFT directory that was merged when the file was made.
         mmproj: the file with the tower for images that was named when the file was made.
+        draft_from: the base model that was named for the head that drafts tokens; without it such a
+            head is not compared.
     Returns JSON-ready: "verification" (its "failures" is empty where they agree), "tensors",
         "sha256", "source_sha256".
     Raises ConvertError for a source that does not convert or that belongs to another model
@@ -52,18 +58,19 @@ def verify(
     try:
         with Reader(path) as reader:
             config = dict(reader.config)
-            names = {name for name in reader.tensors if not name.startswith(PREFIX)}
+            names = {n for n in reader.tensors if not n.startswith((PREFIX, DRAFTS))}
     except SglbitntError as error:
         raise ConvertError(error.code, str(error)) from error
     chosen = None if text is None else Path(text)
     images = mmproj, vision_config(config) is not None
+    drafts = draft_from, draft_config(config) is not None
     if is_gguf(src_dir):
         if lora is not None:
             reject("folder-option", "a folder with --lora", str(src_dir))
-        result, hashes = _against_gguf(path, Path(src_dir), config, chosen, images)
+        result, hashes = _against_gguf(path, Path(src_dir), config, chosen, images, drafts)
     else:
         source = _folder_source(src_dir, config, names, lora)
-        with with_tower(source, *images):
+        with with_tower(source, *images), with_draft(source, *drafts):
             result, hashes = verify_conversion(source, path, text=chosen), source.hashes()
     return {
         "verification": result.to_dict(),
@@ -79,6 +86,7 @@ def _against_gguf(
     config: dict[str, Any],
     text: Path | None,
     images: tuple[str | Path | None, bool],
+    drafts: tuple[str | Path | None, bool],
 ) -> tuple[Verification, dict[str, str]]:
     block = config.pop(PRIVATE_BLOCK, None) or {}
     layout = str(block.get("source_mode", "")).partition(" layout ")[2] or "a"
@@ -86,7 +94,7 @@ def _against_gguf(
     q2_block = block_size if block_size in Q2_BLOCKS else None
     with GgufSource.opened(file, i2s_layout=layout, q2_block=q2_block) as source:
         _reject_another(config, source.plan.hf_config)
-        with with_tower(source, *images):
+        with with_tower(source, *images), with_draft(source, *drafts):
             return verify_conversion(source, path, text=text), source.hashes()
 
 

@@ -19,8 +19,12 @@ from torch import Tensor
 
 from bitnet_ops import ops
 from bitnet_ops.config import PRIVATE_BLOCK
+from bitnet_ops.config.draft import FEEDS
+from bitnet_ops.config.draft import KEY as DRAFT
 from bitnet_ops.convert.bin_source import BinSource, is_bin
 from bitnet_ops.convert.checkpoint import Checkpoint
+from bitnet_ops.convert.draft import is_matrix
+from bitnet_ops.convert.draft_choice import with_draft
 from bitnet_ops.convert.errors import ConvertError, listed, reject
 from bitnet_ops.convert.gguf_source import GgufSource
 from bitnet_ops.convert.hf_source import HfSource
@@ -73,6 +77,9 @@ def convert(
     tokenizer: str | Path | None = None,
     mmproj: str | Path | None = None,
     vision: bool = True,
+    draft_from: str | Path | None = None,
+    draft: bool = True,
+    draft_feed: str | None = None,
     masters: dict[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> ConvertReport:
@@ -102,6 +109,11 @@ def convert(
         mmproj: a GGUF file with the tower for images; None: the source's own, or of a GGUF file
             the mmproj file in its folder that fits.
         vision: False leaves the tower out; the result reads texts alone.
+        draft_from: a base model to take the head that drafts tokens from: a Hugging Face folder, a
+            GGUF file or a converted model; None: the source's own, where it has one.
+        draft: False leaves the head that drafts tokens out.
+        draft_feed: what its next draft is fed, its layer's output "after" its norm or "before" it;
+            None: "after", or what a converted source says.
         masters: what is known of the masters, for the report; `quantize` gives it.
         progress: called as progress(done, total, tensor_name) before each tensor.
 
@@ -122,11 +134,15 @@ def convert(
     options = {name: value for name, value in given.items() if value}
     if mmproj is not None and not vision:
         reject("mmproj", "an mmproj file, or no tower for images", "both", "choose one of them")
-    before = stamps(path) | ({} if mmproj is None else stamps(Path(mmproj)))
+    _check_draft(draft_from, draft, draft_feed, format_version)
+    before = stamps(path)
+    for file in (mmproj, draft_from):
+        before |= {} if file is None else stamps(Path(file))
     with (
         _write_errors(target),
         _opened(path, options) as opened,
         with_tower(opened, mmproj, vision and format_version > 1),
+        with_draft(opened, draft_from, draft and format_version > 1, draft_feed),
     ):
         for file in opened.all_files().values():
             before.setdefault(file, stamp(file))
@@ -135,6 +151,20 @@ def convert(
         proof = (text,) if verify else None
         run = target, started, force, format_version, progress, proof, masters
         return _run(opened, before, *run)
+
+
+def _check_draft(
+    base: str | Path | None, wanted: bool, feed: str | None, format_version: int
+) -> None:
+    """Reject options of the head that drafts tokens which contradict each other."""
+    if feed is not None and feed not in FEEDS:
+        reject("draft-feed", f"draft_feed {' or '.join(FEEDS)}", repr(feed)[:60])
+    if not wanted and (base is not None or feed is not None):
+        found = "--no-draft with --draft-from or --draft-feed"
+        reject("draft", "a head that drafts tokens, or none", found, "choose one of them")
+    if base is not None and format_version == 1:
+        reject("draft", "version 2 of model.bin with --draft-from", "version 1",
+               "it has no scales of groups, which such a head needs")  # fmt: skip
 
 
 @contextmanager
@@ -209,11 +239,12 @@ def _run(
 
 def _write(source: Source, output: Path, version: int, progress: Progress | None) -> TernaryTotals:
     totals, specs, warnings = TernaryTotals(), source.plan.specs, list[str]()
-    offset, tower = source.plan.config.family.norm_offset, source.tower
+    offset, tower, draft = source.plan.config.family.norm_offset, source.tower, source.draft
     beside = [] if tower is None else [PREFIX + name for name in shapes(tower.config)]
     found = {} if tower is None else {VISION: tower.config.to_json()}
+    found |= {} if draft is None else {DRAFT: draft.config.to_dict()}
     config = {**source.plan.hf_config, PRIVATE_BLOCK: {**source.plan.block, **found}}
-    names = [*specs, *beside]
+    names = [*specs, *beside, *([] if draft is None else draft.shapes)]
     with Writer(output, config, len(names), names, version=version) as writer:
         for done, (name, spec) in enumerate(specs.items()):
             if progress is not None:
@@ -227,20 +258,21 @@ def _write(source: Source, output: Path, version: int, progress: Progress | None
                 ternary = source.ternary(name)
                 _write_ternary(source, name, ternary, spec.shape[1], writer, totals)
             source.release(name)
-        _write_tower(source, beside, writer, progress)
+        _write_tower(source, beside, len(names), writer, progress)
+        _write_draft(source, len(names), writer, progress)
     source.remarks += damage([*totals.implausible, *warnings])
     return totals
 
 
 def _write_tower(
-    source: Source, names: list[str], writer: Writer, progress: Progress | None
+    source: Source, names: list[str], total: int, writer: Writer, progress: Progress | None
 ) -> None:
     """The tensors of the tower behind those of the text, so that these lie together."""
     tower, nbytes = source.tower, 0
     done = len(source.plan.specs)
     for at, name in enumerate(names):
         if progress is not None:
-            progress(done + at, done + len(names), name)
+            progress(done + at, total, name)
         assert tower is not None
         tensor = tower.read(name.removeprefix(PREFIX)).contiguous()
         check_finite(name, tensor)
@@ -249,6 +281,31 @@ def _write_tower(
     if tower is not None:
         source.tower_remarks = [*source.tower_remarks, tower.line(nbytes)]
     source.remarks += source.tower_remarks
+
+
+def _write_draft(source: Source, total: int, writer: Writer, progress: Progress | None) -> None:
+    """The tensors of the head that drafts tokens, behind all others."""
+    draft, nbytes = source.draft, 0
+    for at, name in enumerate([] if draft is None else draft.shapes):
+        assert draft is not None
+        if progress is not None:
+            progress(total - len(draft.shapes) + at, total, name)
+        if not is_matrix(name):
+            tensor = draft.values(name).float().contiguous()
+            check_finite(name, tensor)
+            writer.add_dense(name, tensor)
+            nbytes += tensor.nbytes
+            continue
+        try:
+            found = draft.digits(name)
+        except ValueError as error:
+            reject("non-finite", f"finite values in {name}", str(error).rpartition("got ")[2],
+                   "--no-draft leaves the head that drafts tokens out")  # fmt: skip
+        writer.add_packed(name, found.weight, found.scale, found.in_features, found.group_size)
+        nbytes += found.weight.nbytes + found.scale.nbytes
+    if draft is not None:
+        source.draft_remarks = [*source.draft_remarks, draft.line(nbytes)]
+    source.remarks += source.draft_remarks
 
 
 def _write_dense(source: Source, name: str, tensor: Tensor, writer: Writer) -> None:
@@ -300,6 +357,7 @@ def _report(source: Source, folder: Path, totals: TernaryTotals) -> ConvertRepor
     source.remarks += _tokenizer_remarks(source, folder)
     dense = [spec for spec in plan.specs.values() if spec.kind == "dense"]
     beside = 0 if source.tower is None else len(shapes(source.tower.config))
+    beside += 0 if source.draft is None else len(source.draft.shapes)
     return ConvertReport(
         source=source.path.resolve().name,
         model_type=plan.config.model_type,

@@ -12,8 +12,9 @@ from typing import Any
 _COMMON = {"max_position_embeddings": 16384, "rms_norm_eps": 1e-5}
 BONSAI = ("bonsai-1.7b", "bonsai-4b", "bonsai-8b")
 BONSAI2 = ("bonsai2-2b", "bonsai2-4b", "bonsai2-9b", "bonsai2-27b")
+BONSAI2_DRAFT = ("bonsai2-2b-draft", "bonsai2-9b-draft")
 # Models whose ternary matrices have a scale for every 128 weights of a row.
-GROUPED = (*BONSAI, *BONSAI2)
+GROUPED = (*BONSAI, *BONSAI2, *BONSAI2_DRAFT)
 
 
 def _bonsai(
@@ -152,6 +153,13 @@ def _with_tower(
     }
 
 
+def _with_head(config: dict[str, Any], intermediate: int) -> dict[str, Any]:
+    """A model with a head that drafts tokens, whose inputs are not rotated, as grafts are."""
+    draft = {"intermediate_size": intermediate, "origin": "random numbers"}
+    block = config.get("bitnet_ops", {"format_version": 1})
+    return {**config, "bitnet_ops": {**block, "draft_head": draft}}
+
+
 def _tiny_images() -> dict[str, Any]:
     """A hybrid of four layers that reads images; its tower's MLP is no multiple of 32."""
     vision = {
@@ -189,23 +197,41 @@ def _tiny_images() -> dict[str, Any]:
 _BONSAI2_2B = _bonsai2(24, 2048, 6144, heads=8, kv_heads=2, value_heads=16, tied=True)
 _BONSAI2_9B = _bonsai2(32, 4096, 12288, heads=16, kv_heads=4, value_heads=32, tied=False)
 
+# microsoft/bitnet-b1.58-2B-4T
+_2B_4T = {
+    "model_type": "bitnet",
+    "vocab_size": 128256,
+    "hidden_size": 2560,
+    "intermediate_size": 6912,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 5,
+    "hidden_act": "relu2",
+    "rope_theta": 500000.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "tie_word_embeddings": True,
+    **_COMMON,
+}
+# for tests: grouped queries, K that is no multiple of 128, N that fills no tile
+_TINY = {
+    "model_type": "bitnet",
+    "vocab_size": 331,
+    "hidden_size": 192,
+    "intermediate_size": 456,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "hidden_act": "relu2",
+    "rope_theta": 10000.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": True,
+    **_COMMON,
+}
+
 CONFIGS: dict[str, dict[str, Any]] = {
-    # microsoft/bitnet-b1.58-2B-4T
-    "2b-4t": {
-        "model_type": "bitnet",
-        "vocab_size": 128256,
-        "hidden_size": 2560,
-        "intermediate_size": 6912,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 20,
-        "num_key_value_heads": 5,
-        "hidden_act": "relu2",
-        "rope_theta": 500000.0,
-        "bos_token_id": 128000,
-        "eos_token_id": 128001,
-        "tie_word_embeddings": True,
-        **_COMMON,
-    },
+    "2b-4t": _2B_4T,
     # 1bitLLM/bitnet_b1_58-large: 16 heads of 96, an untied head, SiLU
     "0.7b": {
         "model_type": "bitnet",
@@ -263,20 +289,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     # for tests: a hybrid with a tower for images
     "tiny-images": _tiny_images(),
-    # for tests: grouped queries, K that is no multiple of 128, N that fills no tile
-    "tiny": {
-        "model_type": "bitnet",
-        "vocab_size": 331,
-        "hidden_size": 192,
-        "intermediate_size": 456,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "hidden_act": "relu2",
-        "rope_theta": 10000.0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "tie_word_embeddings": True,
-        **_COMMON,
-    },
+    "tiny": _TINY,
+    # the same, and larger ones, with a head that drafts tokens; the width of the MLP of a head is a
+    # multiple of 64
+    "tiny-draft": _with_head(_TINY, 448),
+    "2b-4t-draft": _with_head(_2B_4T, 6912),
+    "bonsai2-2b-draft": _with_head(_BONSAI2_2B, 6144),
+    "bonsai2-9b-draft": _with_head(_BONSAI2_9B, 12288),
 }

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
+from bitnet_ops.config.draft import KEY as DRAFT
+from bitnet_ops.config.draft import DraftConfig, draft_config, draft_shapes
 from bitnet_ops.config.hybrid import ROTATION
 from bitnet_ops.dummy import tokenizer as dummy_tokenizer
 from bitnet_ops.dummy.configs import CONFIGS, GROUPED
@@ -27,6 +29,7 @@ from bitnet_ops.formats import destination, sglbitnt
 from bitnet_ops.loading.weight_choice import Matrices
 from bitnet_ops.loading.weights import repack_all
 from bitnet_ops.models import Decoder, TensorSpec, build, expected_tensors
+from bitnet_ops.nn.digits import DIGITS, digit_group
 from bitnet_ops.nn.packing import BLOCK, PackedWeight, packed_row_bytes
 from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT
 from bitnet_ops.vision.weights import KEY as VISION
@@ -69,6 +72,19 @@ def decoder(
     return build(config(name), made, dtype, check_values=False, head_format=head_format)
 
 
+def draft_head(name: str, seed: int = 0) -> tuple[DraftConfig, dict[str, Tensor | PackedWeight]]:
+    """The head of a model that has one, as `loading.draft.read_draft_head` gives that of a file.
+
+    Raises ValueError for a model without one.
+    """
+    draft = draft_config(_config_json(name))
+    if draft is None:
+        raise ValueError(f"dummy: expected a model with a head that drafts tokens, got {name!r}")
+    pool = _pool(expected_tensors(config(name)), seed)
+    shapes = draft_shapes(config(name), draft.intermediate_size)
+    return draft, {tensor: _draft_tensor(shape, pool) for tensor, shape in shapes.items()}
+
+
 def matrices(name: str) -> Matrices:
     """What the choice of a weight format needs to know of the model `name`."""
     specs, grouped = expected_tensors(config(name)).values(), name in GROUPED
@@ -96,6 +112,8 @@ def write(
     source = {"bitnet_ops": {"format_version": 1}, **_config_json(name)}
     if (vision := vision_config(source)) is not None:  # every key, as a conversion has it
         source["bitnet_ops"] = {**source["bitnet_ops"], VISION: vision.to_json()}
+    if (draft := draft_config(source)) is not None:
+        source["bitnet_ops"] = {**source["bitnet_ops"], DRAFT: draft.to_dict()}
     target = Path(directory)
     target.parent.mkdir(parents=True, exist_ok=True)
     with destination.new_folder(target, replace=force) as folder:
@@ -112,22 +130,32 @@ def _write_model(
     grouped: bool,
     progress: Progress | None = None,
 ) -> None:
-    pool, vision = _pool(specs, seed), vision_config(source)
+    pool, vision, draft = _pool(specs, seed), vision_config(source), draft_config(source)
     tower = {} if vision is None else shapes(vision)
-    names = [*specs, *(PREFIX + name for name in tower)]
+    head = {}
+    if draft is not None:
+        head = draft_shapes(ModelConfig.from_hf(source), draft.intermediate_size)
+    names = [*specs, *(PREFIX + name for name in tower), *head]
     with sglbitnt.Writer(file, source, len(names), names) as writer:
         for done, (tensor_name, spec) in enumerate(specs.items()):
             if progress is not None:
                 progress(done, len(names), tensor_name)
-            tensor = _tensor(tensor_name, spec, pool, grouped)
-            if isinstance(tensor, PackedWeight):
-                parts = tensor.weight, tensor.scale, tensor.in_features, tensor.group_size
-                writer.add_packed(tensor_name, *parts)
-            else:
-                writer.add_dense(tensor_name, tensor)
+            _add(writer, tensor_name, _tensor(tensor_name, spec, pool, grouped))
         for name, shape in tower.items():
             writer.add_dense(PREFIX + name, _tower_tensor(name, shape, pool))
+        if draft is not None:  # the same numbers as of `draft_head`, whatever lies before them
+            pool = _pool(specs, seed)
+        for name, shape in head.items():
+            _add(writer, name, _draft_tensor(shape, pool))
     dummy_tokenizer.write(file.parent, source)
+
+
+def _add(writer: sglbitnt.Writer, name: str, tensor: Tensor | PackedWeight) -> None:
+    if isinstance(tensor, PackedWeight):
+        parts = tensor.weight, tensor.scale, tensor.in_features, tensor.group_size
+        writer.add_packed(name, *parts)
+    else:
+        writer.add_dense(name, tensor)
 
 
 def tensors(name: str, seed: int = 0) -> dict[str, Tensor | PackedWeight]:
@@ -165,6 +193,20 @@ def _tensor(name: str, spec: TensorSpec, pool: _Pool, grouped: bool) -> Tensor |
     if len(spec.shape) == 2:
         return pool.matrix(*spec.shape)
     return pool.norm_weight(spec.shape[0])
+
+
+def _draft_tensor(shape: tuple[int, ...], pool: _Pool) -> Tensor | PackedWeight:
+    """Of a head that drafts tokens: digits of every weight, or what a norm multiplies by."""
+    if len(shape) == 1:
+        return pool.norm_weight(shape[0]).float()
+    n, k = shape
+    size, powers = digit_group(k), 3.0 ** torch.arange(DIGITS)
+    # the sum of K products with activations near 1 comes out near 1
+    step = float(_NONZERO * k * powers.square().sum()) ** -0.5
+    steps = step * pool.norm_weight(n * (k // size)).float().view(n, 1, -1)
+    scales = (steps * powers.view(1, -1, 1)).flatten(1)
+    weight = pool.packed(n, DIGITS * k)
+    return PackedWeight(weight, scales, n, DIGITS * k, group_size=size)
 
 
 def _tower_tensor(name: str, shape: tuple[int, ...], pool: _Pool) -> Tensor:

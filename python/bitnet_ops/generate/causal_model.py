@@ -44,6 +44,12 @@ class ClosedModel:
         raise ClosedError(CLOSED)
 
 
+def cache_config(model: CausalModel) -> ModelConfig:
+    """The config of the model's caches, in which a head that drafts may have a part."""
+    config: ModelConfig = model.config
+    return config if isinstance(model, ClosedModel) else getattr(model, "cache_config", config)
+
+
 def check_model(model: object, on_disk: bool) -> None:
     """Raise TypeError for what an engine cannot run, or cannot keep prefixes of on disk."""
     if not callable(getattr(model, "step", None)) or not hasattr(model, "config"):

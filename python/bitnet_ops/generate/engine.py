@@ -49,6 +49,7 @@ from bitnet_ops.generate.causal_model import (
     CLOSED,
     CausalModel,
     ClosedModel,
+    cache_config,
     check_adapter,
     check_model,
 )
@@ -140,7 +141,7 @@ class Engine:
             prefill_chunk, min(SchedulerOptions.max_sequences, prefill_chunk)
         )
         sizes = memory_sizes(
-            model.config,
+            cache_config(model),
             block_size,
             kv_dtype,
             kv_cache_mb,
@@ -335,7 +336,7 @@ class Engine:
     @property
     def block_bytes(self) -> int:
         """Of the keys and values of `block_size` positions."""
-        return bytes_of_block(self.model.config, self.block_size, self.kv_dtype)
+        return bytes_of_block(cache_config(self.model), self.block_size, self.kv_dtype)
 
     def stats(self) -> EngineStats:
         """Requests and blocks at this moment."""

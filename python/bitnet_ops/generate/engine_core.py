@@ -12,9 +12,15 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from bitnet_ops.generate.causal_model import CausalModel, ClosedModel, check_adapter
+from bitnet_ops.generate.causal_model import (
+    CausalModel,
+    ClosedModel,
+    cache_config,
+    check_adapter,
+)
 from bitnet_ops.generate.disk_prefix import DiskPrefix
 from bitnet_ops.generate.draft_report import LOG as DRAFT_LOG
+from bitnet_ops.generate.drafting import drafter_of
 from bitnet_ops.generate.engine_memory import EngineMemory, MemoryPlan
 from bitnet_ops.generate.engine_step import run_model
 from bitnet_ops.generate.prefix_store import PrefixStore
@@ -106,7 +112,7 @@ class EngineCore:
 
     def shut_down(self) -> None:
         """End all requests, and give the memory and the model up."""
-        self.model = ClosedModel(self.model.config)
+        self.model = ClosedModel(cache_config(self.model))
         self.messages.extend(list(self.requests))
         self._read_messages()
         self.memory = self._disk = None
@@ -234,11 +240,12 @@ class EngineCore:
             self._end(request, ending)
             return
         if self.memory is None:
-            self.memory = self.plan.make(self.model.config)
+            self.memory = self.plan.make(cache_config(self.model))
+            self.memory.scheduler.drafter = drafter_of(self.model, self.memory.pool)
             if self.store is not None:
                 pool, blocks, scheduler = self.memory
                 maximum = self.plan.sizes.max_cached
-                self._disk = DiskPrefix(self.store, pool, blocks, scheduler.states, maximum)
+                self._disk = DiskPrefix(self.store, pool, blocks, scheduler.recurrent, maximum)
         request.set_root(self._roots.of(request.adapter, self.model, self.memory.pool))
         if self._disk is None or not self._disk.arrive(request):
             self.memory.scheduler.add(request)

@@ -12,6 +12,7 @@ import torch
 
 from bitnet_ops import machine
 from bitnet_ops.arguments import check_integer, check_megabytes
+from bitnet_ops.blocks.draft import STATES as DRAFT_STATES
 from bitnet_ops.blocks.listing import listing
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.generate.scheduler import Scheduler, SchedulerOptions
@@ -81,7 +82,13 @@ class MemoryPlan:
         blocks = BlockAllocator(pool.blocks, self.sizes.max_cached)
         states = None
         if pool.states is not None:
-            states = StateSlots(pool.states, pool.block_size, self.sizes.max_checkpoints)
+            kept = pool.states.kept.keys()
+            states = StateSlots(
+                pool.states,
+                pool.block_size,
+                self.sizes.max_checkpoints,
+                needed=bool(kept - {DRAFT_STATES}),
+            )
         scheduler = Scheduler(
             blocks,
             pool.block_size,

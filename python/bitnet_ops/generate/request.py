@@ -18,6 +18,7 @@ from bitnet_ops.arguments import check_integer
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.generate.constraint import Constraint, LooksAhead
 from bitnet_ops.generate.draft_report import NO_DRAFTS, DraftCounts
+from bitnet_ops.generate.head_policy import HeadAcceptance
 from bitnet_ops.generate.prompt import RowRuns, kind_of
 from bitnet_ops.generate.sampling import Sampler, SamplingParams
 from bitnet_ops.generate.speculation import Acceptance, Speculation, read_speculation
@@ -144,6 +145,7 @@ class Request:
         drafts_from_text, drafts_from_head: whether n-grams of the text may draft, and whether the
             model's draft head may, if there is one.
         acceptance: says how many drafts are worth it, where that is wanted.
+        head_acceptance: how often drafts of the model's head are right, once some were made.
         drafts: how many were verified, and were right.
         epoch: of the weights that it began with.
         root: the key before its first block.
@@ -192,6 +194,7 @@ class Request:
         self.drafts_from_text = "ngram" in choice.sources
         self.drafts_from_head = "head" in choice.sources
         self.acceptance = Acceptance() if choice.adaptive else None
+        self.head_acceptance: HeadAcceptance | None = None
         self.drafts = NO_DRAFTS
         self.epoch = self.computed = self.saved = 0
         self.keep_prefix, self.arrived_ns = keep_prefix, time.time_ns()

@@ -298,6 +298,19 @@ def sample_rows(samplers: Sequence[Sampler], logits: Tensor) -> list[Sampled]:
     return found
 
 
+def draw_ahead(samplers: Sequence[Sampler], ahead: int, logits: Tensor) -> list[int]:
+    """What each sampler would choose of logits f32 [R, V], so many tokens ahead; -1: nothing.
+
+    With the noise of that token, its biases, penalties and filters, but nothing is counted. A
+    constraint holds for the next token; what it allows further on is not known yet.
+    """
+    errors: dict[int, SamplingError] = {}
+    if ahead == 0:
+        logits, errors = _constrained(samplers, logits)
+    found: list[int] = ops.sample_tokens(*_arguments(samplers, logits, ahead)).tolist()
+    return [-1 if row in errors else token for row, token in enumerate(found)]
+
+
 def draws_of(samplers: Sequence[Sampler], wanted: Sequence[int]) -> Tensor | None:
     """`draws` of the StepBatch of a step, whose rows stand in rounds; None if none is plain."""
     if not any(sampler.params.plain for sampler in samplers):
@@ -391,7 +404,7 @@ def _no_token(logits: Tensor) -> SamplingError:
     return SamplingError(f"sampling: expected finite logits, got {found}; the model is broken")
 
 
-def _arguments(samplers: Sequence[Sampler], logits: Tensor) -> list[Tensor]:
+def _arguments(samplers: Sequence[Sampler], logits: Tensor, ahead: int = 0) -> list[Tensor]:
     """Those of ops.sample_tokens."""
     params = [sampler.params for sampler in samplers]
     if all(p.greedy for p in params):
@@ -403,7 +416,7 @@ def _arguments(samplers: Sequence[Sampler], logits: Tensor) -> list[Tensor]:
             torch.tensor([p.top_k for p in params]),
             torch.tensor([p.top_p for p in params], dtype=torch.float64),
             torch.tensor([p.min_p for p in params], dtype=torch.float64),
-            torch.tensor([sampler.uniform() for sampler in samplers], dtype=torch.float64),
+            torch.tensor([sampler.uniform(ahead) for sampler in samplers], dtype=torch.float64),
         ]
     if any(sampler.edits for sampler in samplers):
         ids, values = zip(*(sampler.edits.arrays() for sampler in samplers), strict=True)

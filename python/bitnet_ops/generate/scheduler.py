@@ -16,10 +16,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from bitnet_ops.arguments import check_flag, check_integer, is_number, shown
 from bitnet_ops.generate.draft_report import NO_DRAFTS, DraftCounts, HeadReport
+from bitnet_ops.generate.head_policy import MAX_DEPTH, HeadPolicy
 from bitnet_ops.generate.request import Request, ShareRead, without
 from bitnet_ops.generate.speculation import Source, StepCosts, propose
 from bitnet_ops.generate.states import Checkpoint, StateSlots, stops_of
@@ -136,6 +137,13 @@ class PlannedStep:
         return 1 + len(self.drafts) if at_end else 0
 
 
+class Drafter(Protocol):
+    """What drafts tokens for requests that decode, from what it knows of the model's states."""
+
+    def propose(self, requests: Sequence[Request], depths: Sequence[int]) -> list[list[int]]:
+        """At most so many ids for each request, whose blocks have room for them."""
+
+
 class _Found(NamedTuple):
     """What the prefix cache has of a request.
 
@@ -186,14 +194,16 @@ class Scheduler:
         copy_block: called with (source, target) when a request is about to write a block that
             others hold: its contents move into a block of its own.
         options: budgets.
-        states: of a model with recurrent layers, the slots of their states.
+        states: of a model whose blocks keep something for sequences, the slots of that.
         unread: of a model whose layers all have windows, the positions [begin, end) that no token
             from a given one on reads. Their blocks go back while the request runs; those behind its
             prompt are forgotten at once, so that they are the next to be taken.
-    Attributes: `waiting`, the next one first; `running`, the oldest first; and counts of all that
-    has been: `preemptions`, `prompt_tokens`, `reused_tokens` (that the prefix cache spared, those
-    of preempted requests too), `drafts`, and how many of them were right; `attention`, the pages
-    that were read where attention has a policy; `head_report`, of what a draft head drafts.
+    Attributes: `recurrent`, the slots of a model that computes from states; `drafter`, what drafts
+    for requests, if something does; `waiting`, the next one first; `running`, the oldest first; and
+    counts of all that has been: `preemptions`, `prompt_tokens`, `reused_tokens` (that the prefix
+    cache spared, those of preempted requests too), `drafts`, and how many of them were right;
+    `attention`, the pages that were read where attention has a policy; `head_report`, of what a
+    draft head drafts.
     """
 
     def __init__(
@@ -207,6 +217,9 @@ class Scheduler:
         unread: Callable[[int], tuple[int, int]] = lambda _: (0, 0),
     ) -> None:
         self.states, self._unread = states, unread
+        self.recurrent = states if states is not None and states.needed else None
+        self.drafter: Drafter | None = None
+        self.head_drafts = HeadPolicy()
         self.allocator, self.block_size, self.max_positions = allocator, block_size, max_positions
         self.options, self.costs, self._copy_block = options, StepCosts(), copy_block
         self.waiting: deque[Request] = deque()
@@ -236,8 +249,8 @@ class Scheduler:
             prompt_tokens=self.prompt_tokens,
             attention_read=self.attention.share,
             inputs_skipped=1 - self.inputs.share,
-            state_slots=0 if self.states is None else self.states.pool.slots,
-            checkpoints=0 if self.states is None else self.states.checkpoints,
+            state_slots=0 if self.recurrent is None else self.recurrent.pool.slots,
+            checkpoints=0 if self.recurrent is None else self.recurrent.checkpoints,
         )
 
     # Requests come and go ------------------------------------------------------------------------
@@ -265,10 +278,11 @@ class Scheduler:
             return None
         request.drafts = request.drafts.plus(step.source, drafted, accepted_drafts)
         self.drafts = self.drafts.plus(step.source, drafted, accepted_drafts)
+        if step.source == "head":
+            self.head_drafts.learn(request, drafted, accepted_drafts)
+            return self.head_report.add(drafted, accepted_drafts)
         if request.acceptance is not None:
             request.acceptance.learn(drafted, accepted_drafts)
-        if step.source == "head":
-            return self.head_report.add(drafted, accepted_drafts)
         return None
 
     def computed(self, step: PlannedStep, accepted_drafts: int) -> None:
@@ -290,11 +304,11 @@ class Scheduler:
             del request.blocks[needed:]
 
     def _keep_state(self, request: Request) -> None:
-        if self.states is None or not request.stops or request.computed < request.stops[0]:
+        if self.recurrent is None or not request.stops or request.computed < request.stops[0]:
             return
         while request.stops and request.stops[0] <= request.computed:
             request.stops.pop(0)
-        self.states.save(request)
+        self.recurrent.save(request)
 
     # The next step -------------------------------------------------------------------------------
 
@@ -327,37 +341,87 @@ class Scheduler:
         """Add drafts to the planned decode steps, as far as budget and free blocks allow.
 
         Nobody is preempted for them. Prompts that wait keep half of what is left of the budget,
-        and all free blocks.
+        and all free blocks. What the text repeats comes before what a head thinks, where it is
+        right as often.
         """
         left = plan.left
         if self.waiting or len(plan.steps) < len(self.running):
             left //= 2
         tokens, streams = plan.tokens, len(plan.steps)
         expected = float(streams)
+        others: list[tuple[PlannedStep, int]] = []  # that a head may draft for
         for step in plan.steps.values():
             request = step.request
             maximum = min(left, request.draft_limit(self.max_positions))
+            limit, acceptance = maximum, request.acceptance
             if not request.drafts_from_text:
-                continue
-            acceptance = request.acceptance
-            if maximum > 0 and acceptance is not None:
+                maximum = 0
+            elif maximum > 0 and acceptance is not None:
                 acceptance.read(request.content)
                 maximum = min(maximum, acceptance.choose(self.costs, tokens, expected, streams))
-            drafts = propose(request.content, maximum) if maximum > 0 else []
-            if request.runs is not None:  # what stands for rows is no token
-                drafts = [*takewhile(lambda token: token >= 0, drafts)]
-            drafts = drafts[: request.allowed(drafts)]
-            free = 0 if self.waiting else self.allocator.free_blocks - self._reserve()
-            spare = max(0, free)
-            room = (len(request.blocks) + spare) * self.block_size - len(request.ids)
-            if drafts := drafts[: min(maximum, room)]:
-                missing = self._blocks_for(len(request.ids) + len(drafts)) - len(request.blocks)
-                request.blocks += self.allocator.allocate(max(0, missing))
+            has_head = self.drafter is not None and request.drafts_from_head
+            drafts = self._from_text(request, maximum, has_head)
+            if not drafts and has_head and limit > 0:
+                others.append((step, limit))
+            if drafts := drafts[: self._room(request, min(maximum, len(drafts)))]:
                 step.drafts = drafts
                 left -= len(drafts)
                 tokens += len(drafts)
                 if acceptance is not None:
                     expected += acceptance.tokens(len(drafts)) - 1
+        if others and left > 0:
+            self._draft_by_head(others, left, tokens, expected)
+
+    def _from_text(self, request: Request, maximum: int, has_head: bool) -> list[int]:
+        """At most so many drafts from what the text repeats."""
+        if maximum <= 0:
+            return []
+        if has_head and request.acceptance is not None:
+            head = request.head_acceptance or self.head_drafts.shared
+            if request.acceptance.rate < head.rate(0):
+                return []
+        drafts = propose(request.content, maximum)
+        if request.runs is not None:  # what stands for rows is no token
+            drafts = [*takewhile(lambda token: token >= 0, drafts)]
+        return drafts[: request.allowed(drafts)]
+
+    def _draft_by_head(
+        self, others: Sequence[tuple[PlannedStep, int]], left: int, tokens: int, expected: float
+    ) -> None:
+        """Add drafts of the model's head to some of the steps, at most `left` in all."""
+        assert self.drafter is not None
+        each = max(1, left // len(others))
+        limits = [min(limit, each) for _, limit in others]
+        if all(step.request.acceptance is None for step, _ in others):  # so many were asked for
+            chosen = {s.request.id: n for (s, _), n in zip(others, limits, strict=True)}
+        else:
+            requests = [step.request for step, _ in others]
+            chosen = self.head_drafts.choose(requests, limits, self.costs, tokens, expected)
+        steps, depths = [], []
+        for step, _ in others:
+            wanted = min(left, chosen.get(step.request.id, 0), MAX_DEPTH)
+            if wanted > 0 and (depth := self._room(step.request, wanted)) > 0:
+                steps.append(step)
+                depths.append(depth)
+                left -= depth
+        if not steps:
+            return
+        with self.head_drafts.timed(len(steps), max(depths)):
+            found = self.drafter.propose([step.request for step in steps], depths)
+        for step, drafts in zip(steps, found, strict=True):
+            step.drafts, step.source = drafts[: step.request.allowed(drafts)], "head"
+
+    def _room(self, request: Request, drafts: int) -> int:
+        """For how many of so many drafts a request has blocks now, those that are free included."""
+        if drafts <= 0:
+            return 0
+        free = 0 if self.waiting else self.allocator.free_blocks - self._reserve()
+        spare = max(0, free)
+        room = (len(request.blocks) + spare) * self.block_size - len(request.ids)
+        if (drafts := min(drafts, room)) > 0:
+            missing = self._blocks_for(len(request.ids) + drafts) - len(request.blocks)
+            request.blocks += self.allocator.allocate(max(0, missing))
+        return max(0, drafts)
 
     def _admit(self, plan: StepPlan) -> None:
         while self.waiting and len(self.running) < self.options.max_sequences:
@@ -433,7 +497,7 @@ class Scheduler:
         Those that it will not read need not be there.
         """
         size = self.block_size
-        if self.states is not None or self._range_unread(maximum * size) == (0, 0):
+        if self.recurrent is not None or self._range_unread(maximum * size) == (0, 0):
             return self.allocator.match(request.key(i, size) for i in range(maximum)), (0, 0)
         there = [self.allocator.match([request.key(i, size)]) for i in range(maximum)]
         runs = [0]  # how many there are in front of each place, without a gap
@@ -451,10 +515,10 @@ class Scheduler:
 
         Notes where the request should leave checkpoints of its own.
         """
-        if self.states is None:
+        if self.recurrent is None:
             return found, None
         size, total = self.block_size, found.tokens + found.source_tokens
-        one = self.states.find(request, total)
+        one = self.recurrent.find(request, total)
         tokens = 0 if one is None else one.tokens
         if tokens == total and found.source is None:
             kept = found

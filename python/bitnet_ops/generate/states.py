@@ -42,11 +42,19 @@ class StateSlots:
         pool: of the states.
         block_size: positions of a block of keys and values.
         max_checkpoints: how many there are, at most; None: as many as there are slots.
+        needed: whether the model computes from states; False: nothing but drafts comes from them,
+            so a text can be continued without its state, and there are no checkpoints.
     """
 
     def __init__(
-        self, pool: StatePool, block_size: int, max_checkpoints: int | None = None
+        self,
+        pool: StatePool,
+        block_size: int,
+        max_checkpoints: int | None = None,
+        *,
+        needed: bool = True,
     ) -> None:
+        self.needed = needed
         self.pool, self._size = pool, block_size
         self._max_checkpoints = pool.slots if max_checkpoints is None else max_checkpoints
         self._free = [*reversed(range(pool.slots))]
@@ -78,6 +86,8 @@ class StateSlots:
         while not self._free:
             self._drop(next(iter(self._checkpoints)))
         request.slot, request.replays = self._free.pop(), 0
+        if found is None and request.computed:  # what was there is of another text
+            self.pool.clear(request.slot)
         if found is not None:
             self.pool.copy(found.slot, request.slot, found.drafts)
             request.replays = found.drafts
@@ -87,7 +97,7 @@ class StateSlots:
         slot, request.slot = request.slot, -1
         if slot < 0:
             return
-        if keep and request.computed and self._has_room(request, request.computed):
+        if self.needed and keep and request.computed and self._has_room(request, request.computed):
             self._enter_checkpoint(request, slot, request.computed, request.replays)
         else:
             self._free.append(slot)

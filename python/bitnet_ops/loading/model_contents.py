@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
+from bitnet_ops.config.draft import PREFIX as DRAFTS
+from bitnet_ops.config.draft import draft_config
 from bitnet_ops.config.families import BY_MODEL_TYPE, QK_NORMS, SUB_NORMS, model_type_of_class
 from bitnet_ops.config.scalings import KEYS as SCALING_KEYS
 from bitnet_ops.config.scheme import stated_linear_class
@@ -77,12 +79,12 @@ def _from_names(config: Mapping[str, Any], names: Iterable[str]) -> str | None:
 
 
 def own_tensors(reader: Reader, config: ModelConfig) -> dict[str, TensorInfo]:
-    """The text model's tensors without those that repeat others, by name.
+    """The text model's tensors without those that repeat others or belong to a head that drafts.
 
     Raises TensorError where such a copy is not equal to what it repeats, and for a tower for images
     that is not whole, of which no data are read.
     """
-    tensors = _without_tower(reader)
+    tensors = _without_head(reader, _without_tower(reader))
     expected = expected_tensors(config)
     extra = [name for name in tensors if name not in expected]
     copies = {name for name in extra if _check_copy(reader, config, name)}
@@ -99,6 +101,16 @@ def _without_tower(reader: Reader) -> dict[str, TensorInfo]:
     except VisionError as error:
         raise TensorError(f"model: {error}; convert the model again") from None
     return {n: info for n, info in reader.tensors.items() if not n.startswith(PREFIX)}
+
+
+def _without_head(reader: Reader, tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """`tensors` but for those of a head that drafts tokens, if the file's config has one.
+
+    They are checked where the head is read (loading/draft.py).
+    """
+    if draft_config(reader.config) is None:
+        return tensors
+    return {name: info for name, info in tensors.items() if not name.startswith(DRAFTS)}
 
 
 def _check_copy(reader: Reader, config: ModelConfig, name: str) -> bool:

@@ -25,6 +25,7 @@ import torch
 
 from bitnet_ops import machine
 from bitnet_ops.arguments import shown
+from bitnet_ops.config.draft import PREFIX as DRAFTS
 from bitnet_ops.formats import sglbitnt
 from bitnet_ops.loading.model_contents import model_config
 from bitnet_ops.loading.resolve import LoadError
@@ -58,8 +59,8 @@ class Matrices:
 
     @classmethod
     def of_tensors(cls, infos: Iterable[sglbitnt.TensorInfo]) -> Matrices:
-        """Of a model file."""
-        packed = [info for info in infos if info.packed]
+        """Of a model file, but for a head that drafts tokens."""
+        packed = [info for info in infos if info.packed and not info.name.startswith(DRAFTS)]
         fields = LAYOUTS["canonical"]["fields"]
         return cls(
             tuple((t.shape[0], t.in_features or t.shape[1] * fields) for t in packed),

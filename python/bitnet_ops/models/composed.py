@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -18,6 +18,7 @@ from bitnet_ops import ops
 from bitnet_ops.blocks.block import Line
 from bitnet_ops.blocks.listing import KINDS, Listing
 from bitnet_ops.models.step_batch import StepBatch
+from bitnet_ops.nn.digits import repeated
 from bitnet_ops.nn.lora import LoraWeight, add_side_path
 
 # What puts keys and values F [..., KV, D] into the cache of an attention block, by its number, and
@@ -33,6 +34,8 @@ class Composed:
 
     module: the module that a name stands for. positions: int64 [...], where the tokens stand, or
     [3, ...], in time, height and width.
+    store: what puts keys and values [..., KV, D] into the cache of a block that does not attend, by
+    its number. embedded: what entered the first block.
     ropes: frequencies f32 [head_dim / 2] and attention factor, by the name of a rope. states: what
     blocks keep for sequences, by name. step: whose tokens these are, where a block has states. ops:
     those that all is made of.
@@ -47,13 +50,16 @@ class Composed:
     states: Mapping[str, Tensor] = field(default_factory=dict)
     step: StepBatch | None = None
     ops: Any = field(default_factory=lambda: ops)
+    store: Callable[[int, Tensor, Tensor], None] | None = None
+    embedded: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def run(self, x: Tensor) -> Tensor:
         """x f32 [..., hidden] behind all blocks but the head."""
         numbers = Counter[str]()
+        shared = replace(self, embedded=x)
         for line in self.listing.blocks:
             if line.kind != "head":
-                x = KINDS[line.kind].run(self, line, numbers[line.kind], x)
+                x = KINDS[line.kind].run(shared, line, numbers[line.kind], x)
                 numbers[line.kind] += 1
         return x
 
@@ -86,7 +92,9 @@ class Composed:
         module: nn.Module = self.module(name)
         if (inside := module._modules.get("rms_norm")) is not None:
             x = self.ops.rms_norm(x, inside.get_buffer("weight"), self.eps("linear_norm_eps"))
-        y: Tensor = module(KINDS[line.kind].input(line, key, x))
+        y: Tensor = module(
+            repeated(KINDS[line.kind].input(line, key, x), line.integer("digits", 1))
+        )
         for rows, paths in self.sides:
             if (lora := paths.get(name)) is None:
                 continue

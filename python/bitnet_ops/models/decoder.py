@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +19,15 @@ from torch import Tensor
 from bitnet_ops import ops
 from bitnet_ops.arguments import shown
 from bitnet_ops.blocks.attention import GLOBAL_ROPE, LOCAL_ROPE, policy_of
-from bitnet_ops.blocks.listing import Listing, listing
+from bitnet_ops.blocks.listing import Listing, draft_listing, listing
 from bitnet_ops.config import ModelConfig, Rotation
+from bitnet_ops.config.draft import DraftConfig
 from bitnet_ops.config.hybrid import ROTATION
 from bitnet_ops.config.sparsity import ActivationSparsityError, read_sparsity
 from bitnet_ops.errors import counted
 from bitnet_ops.models.adapters import Adapters, PackedAdapter, scaled
 from bitnet_ops.models.composed import Composed
+from bitnet_ops.models.draft import DraftHead, keeps_drafts, with_draft
 from bitnet_ops.models.layer import ACTIVATION_DTYPES, DecoderLayer, Tensors, norm_weight
 from bitnet_ops.models.program import Program, bind
 from bitnet_ops.models.step_batch import SequenceStep, StepBatch
@@ -79,13 +81,21 @@ class _Body(Tracked):
             self.norm = norm_weight(self.norm.weight / config.scalings.logits)
 
 
+class _Purpose(NamedTuple):
+    """Of a program: whether it gives logits, else states; makes keys of a head; is the head's."""
+
+    logits: bool = True
+    keeps: bool = False
+    drafts: bool = False
+
+
 class _Bound:
     """What a decoder has made of its modules: it changes without being a change of the decoder."""
 
     def __init__(self) -> None:
-        # by whether the result is logits: the changes at which a program was bound, and the
-        # program, published together
-        self.programs: dict[bool, tuple[tuple[Any, ...], Program | None]] = {}
+        # by what it is for: the changes at which a program was bound, and the program, published
+        # together
+        self.programs: dict[_Purpose, tuple[tuple[Any, ...], Program | None]] = {}
         self.watched: tuple[int, list[Tensor]] = -1, []  # likewise, all buffers
         self.digest: tuple[int | None, bytes] = None, b""  # of the weights, and their version
 
@@ -137,6 +147,7 @@ class Decoder(Tracked):
             self.lm_head = _matrix(tensors, "lm_head.weight", head_format)
         if config.rotation is not None:
             self._rotate(config.rotation)
+        self.mtp: DraftHead | None = None
         self.adapters = Adapters()
         self._bound = _Bound()
         self.eval()
@@ -148,6 +159,40 @@ class Decoder(Tracked):
                 continue
             if rotation.rotates(name, width := module.in_features):
                 module.signs = self.get_buffer(f"{ROTATION}{width}.weight")
+
+    def set_draft_head(self, draft: DraftConfig, tensors: Tensors) -> None:
+        """Have an MTP head, whose drafts an engine verifies: it changes no result.
+
+        draft: what the file says of it. tensors: "mtp.*", matrices as digits (nn/digits.py), of the
+        sizes that config/draft.py states. Caches that are made of `cache_config` hold what the head
+        keeps; over others the model runs as without one.
+        """
+        head = DraftHead(draft, tensors)
+        if self.config.rotation is not None:
+            widths = (width for width, _ in self.config.rotation.blocks)
+            head.rotate({w: self.get_buffer(f"{ROTATION}{w}.weight") for w in widths})
+        self.mtp = head
+
+    @property
+    def draft_head(self) -> DraftHead | None:
+        """The MTP head, if it has one."""
+        return self.mtp
+
+    @property
+    def cache_config(self) -> ModelConfig:
+        """The config of caches over which the model's head can draft, if it has one."""
+        return with_draft(self.config, None if self.mtp is None else self.mtp.draft)
+
+    def draft_rows(self, batch: StepBatch, pool: PagedPool) -> Tensor:
+        """The layer of the head on tokens and kept states: f32 [tokens, hidden], not normalised.
+
+        batch: a token of each sequence, whose state is (row of the pool's states, 0, 0). pool: a
+        DraftPool. Keys and values enter it.
+        """
+        program = self._program(_Purpose(drafts=True))
+        if program is None:
+            return self._composed(self._draft_listing, batch, pool)
+        return self._run(program, batch, pool)
 
     def add_adapter(self, adapter: Adapter, name: str | None = None) -> None:
         """Load a LoRA adapter beside the ternary projections, for sequences that name it.
@@ -166,7 +211,7 @@ class Decoder(Tracked):
     @property
     def activation_format(self) -> str:
         """What projections with scales of groups multiply by; "int8" where there are none."""
-        found = {m.activation_format for m in self.modules() if isinstance(m, BitLinear)}
+        found = {m.activation_format for m in self.model.modules() if isinstance(m, BitLinear)}
         found = found - {"int8"} or found
         return found.pop() if len(found) == 1 else "mixed"
 
@@ -177,7 +222,7 @@ class Decoder(Tracked):
         or "int8".
         """
         check_activation_format(activation_format)
-        linears = [m for m in self.modules() if isinstance(m, BitLinear)]
+        linears = [m for m in self.model.modules() if isinstance(m, BitLinear)]
         grouped = [m for m in linears if m.group_size]
         for linear in grouped or linears:
             linear.set_activation_format(activation_format)
@@ -215,7 +260,7 @@ class Decoder(Tracked):
     @property
     def weight_format(self) -> str:
         """The layout of the ternary matrices: "2bit", "1.6bit", "canonical", or "mixed"."""
-        found = {m.weight_format for m in self.modules() if isinstance(m, BitLinear)}
+        found = {m.weight_format for m in self.model.modules() if isinstance(m, BitLinear)}
         return found.pop() if len(found) == 1 else "mixed"
 
     def forward(
@@ -293,29 +338,41 @@ class Decoder(Tracked):
     @property
     def listing(self) -> Listing:
         """The program of this model as its modules are now, but for adapters."""
+        return listing(self.config, *self._form)
+
+    @property
+    def _form(self) -> tuple[str, float]:
         factor = self._ropes[GLOBAL_ROPE].attention_factor
-        return listing(self.config, str(self.dtype).removeprefix("torch."), factor)
+        return str(self.dtype).removeprefix("torch."), factor
+
+    @property
+    def _draft_listing(self) -> Listing:
+        return draft_listing(self.cache_config, *self._form)
 
     @property
     def program(self) -> Program | None:
         """The program that steps run as one call; None where single ops run them."""
-        return self._program(logits=True)
+        return self._program(_Purpose())
 
-    def _program(self, logits: bool) -> Program | None:
-        """The bound program whose result is logits, or states; None where there is none."""
+    def _program(self, purpose: _Purpose) -> Program | None:
+        """The bound program for that; None where there is none."""
         if self.run_as == "ops":
             return None
         now = changes(), self.adapters.version, self.dtype
-        at, program = self._bound.programs.get(logits, ((), None))
+        at, program = self._bound.programs.get(purpose, ((), None))
         if at != now or (program is not None and program.stale):
             # Several threads may do so at once: each publishes a whole one.
-            program = self._bind(self.listing if logits else self.listing.of_states)
-            self._bound.programs[logits] = now, program
+            program = self._bind(purpose)
+            self._bound.programs[purpose] = now, program
         return program
 
-    def _bind(self, lines: Listing) -> Program | None:
-        lines = dataclasses.replace(lines, lora=self.adapters.lines())
+    def _bind(self, purpose: _Purpose) -> Program | None:
         ropes = {f"rope.{name}": rope.inv_freq for name, rope in self._ropes.items()}
+        if purpose.drafts:
+            return bind(self._draft_listing, self, ropes)
+        lines = listing(self.cache_config, *self._form) if purpose.keeps else self.listing
+        lines = lines if purpose.logits else lines.of_states
+        lines = dataclasses.replace(lines, lora=self.adapters.lines())
         return bind(lines, self, {**ropes, **self.adapters.tensors()})
 
     def step(self, batch: StepBatch, pool: PagedPool) -> Tensor:
@@ -325,22 +382,24 @@ class Decoder(Tracked):
         are those of its sequence alone with its adapter, bit for bit. Raises ValueError on the name
         of an unknown adapter.
         """
-        if (program := self.program) is None:
+        if (program := self._program(_Purpose(keeps=keeps_drafts(pool)))) is None:
             return self.head(self.step_states(batch, pool))
         return self._run(program, batch, pool)
 
     def step_states(self, batch: StepBatch, pool: PagedPool) -> Tensor:
         """As step, but what the head would read: f32 [rows, hidden] after the last norm."""
-        if (program := self._program(logits=False)) is None:
-            return self._composed_states(batch, pool)
+        if (program := self._program(_Purpose(False, keeps_drafts(pool)))) is None:
+            keeps = keeps_drafts(pool)
+            lines = listing(self.cache_config, *self._form) if keeps else self.listing
+            return self._last_norm(self._composed(lines, batch, pool)[batch.logit_rows])
         return self._run(program, batch, pool)
 
     def _run(self, program: Program, batch: StepBatch, pool: PagedPool) -> Tensor:
         adapters = self.adapters.of_sequences(batch.adapter_names)
         return program.step(self._inputs(batch), batch, pool, adapters)
 
-    def _composed_states(self, batch: StepBatch, pool: PagedPool) -> Tensor:
-        lines = self.listing
+    def _composed(self, lines: Listing, batch: StepBatch, pool: PagedPool) -> Tensor:
+        """Rows f32 [tokens, hidden] behind all blocks but the head, by single ops."""
         attention = [line for line in lines.blocks if line.kind == "attention"]
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -348,14 +407,16 @@ class Decoder(Tracked):
             scale = attention[i].number("scale")
             return pool.attend(i, q, batch, scale, policy_of(attention[i]))
 
+        def store(i: int, k: Tensor, v: Tensor) -> None:
+            pool.update(len(attention) + i, k, v, batch.slot_mapping)
+
         owners = torch.repeat_interleave(batch.query_start_loc.diff())
         sides = self.adapters.sides(batch.adapter_names, owners)
         composed = Composed(
             lines, self.get_submodule, batch.positions, self._ropes, attend, sides,
-            pool.states.tensors if pool.states is not None else {}, batch,
+            pool.caches(), batch, store=store,
         )  # fmt: skip
-        x = composed.run(self._inputs(batch))
-        return self._last_norm(x[batch.logit_rows])
+        return composed.run(self._inputs(batch))
 
     def weights_version(self) -> int:
         """Another number whenever weights have been replaced, or changed in place by torch.
@@ -380,7 +441,7 @@ class Decoder(Tracked):
         """
         if self._bound.digest[0] != (now := self._buffers_version()):
             self._bound.digest = now, digest_of(self.named_buffers())
-        c = self.config
+        c = self.cache_config
         if c.sparsity is not None and not c.sparsity.drops:  # no result depends on it
             c = dataclasses.replace(c, sparsity=None)
         settings = c, self.dtype, self.activation_format, self.head.head_format

@@ -70,4 +70,4 @@ def from_digits(packed: PackedWeight, digits: int = DIGITS) -> Tensor:
 
 def repeated(x: Tensor, digits: int = DIGITS) -> Tensor:
     """What a matrix of digits multiplies: x F [..., K] beside itself, F [..., digits * K]."""
-    return torch.cat([x] * digits, dim=-1)
+    return x if digits == 1 else torch.cat([x] * digits, dim=-1)

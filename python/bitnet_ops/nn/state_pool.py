@@ -94,6 +94,11 @@ class StatePool:
             rows = self.kept[name].buffer.rows
             (view if rows is None else view[:, : part.shape[1]]).copy_(part)
 
+    def clear(self, slot: int) -> None:
+        """Make the memory of a slot 0."""
+        for view in self.views(slot).values():
+            view.zero_()
+
     def parts(self, slot: int) -> list[Tensor]:
         """The memory of a slot without drafts, not copied."""
         return list(self.views(slot).values())

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # of a config.json: how the source was stored, which a model of masters is not
-_DROPPED = (
+DROPPED = (
     "quantization_config", "quantization", "torch_dtype", "dtype", "auto_map", PRIVATE_BLOCK
 )  # fmt: skip
 
@@ -201,7 +201,7 @@ def _empty_model(config: dict[str, Any], dtype: torch.dtype, attention: str) -> 
             f"load_for_training: expected a model_type that transformers has, got {kind!r}, which "
             f"{__version__} has not; use replace_linears on its own code"
         )
-    known = {key: value for key, value in config.items() if key not in _DROPPED}
+    known = {key: value for key, value in config.items() if key not in DROPPED}
     hf_config = CONFIG_MAPPING[kind].from_dict(known)
     return AutoModelForCausalLM.from_config(
         hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
