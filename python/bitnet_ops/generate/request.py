@@ -17,11 +17,12 @@ from typing import Any
 from bitnet_ops.arguments import check_integer
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.generate.constraint import Constraint, LooksAhead
+from bitnet_ops.generate.draft_choice import Speculation, read_speculation
 from bitnet_ops.generate.draft_report import NO_DRAFTS, DraftCounts
 from bitnet_ops.generate.head_policy import HeadAcceptance
 from bitnet_ops.generate.prompt import RowRuns, kind_of
 from bitnet_ops.generate.sampling import Sampler, SamplingParams
-from bitnet_ops.generate.speculation import Acceptance, Speculation, read_speculation
+from bitnet_ops.generate.speculation import Acceptance
 from bitnet_ops.nn.blocks import Contents, block_key, root_key
 
 # What is asked -----------------------------------------------------------------------------------
