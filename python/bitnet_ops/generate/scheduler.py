@@ -20,10 +20,11 @@ from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 from bitnet_ops.arguments import check_flag, check_integer, is_number, shown
+from bitnet_ops.generate.draft_choice import Source
 from bitnet_ops.generate.draft_report import NO_DRAFTS, DraftCounts, HeadReport
 from bitnet_ops.generate.head_policy import MAX_DEPTH, GoingOn, HeadPolicy, Worth
 from bitnet_ops.generate.request import Request, ShareRead, without
-from bitnet_ops.generate.speculation import Source, StepCosts, propose
+from bitnet_ops.generate.speculation import StepCosts, propose
 from bitnet_ops.generate.states import Checkpoint, StateSlots, stops_of
 from bitnet_ops.models.step_batch import SequenceStep
 from bitnet_ops.nn.blocks import BlockAllocator, PoolFullError
