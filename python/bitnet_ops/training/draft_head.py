@@ -101,6 +101,7 @@ class _Keys:
 
 class _Attention(nn.Module):
     frequencies: Tensor
+    compute = torch.float32
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
@@ -147,11 +148,12 @@ class _Attention(nn.Module):
             return t[:, :, :n].repeat_interleave(groups, 1)
 
         prompt, *drafts = before
-        scores = q @ shared(prompt.k).transpose(-1, -2)
-        scores = scores + torch.full((n, n), -math.inf).triu(1)
+        kind = self.compute
+        scores = (q.to(kind) @ shared(prompt.k).to(kind).transpose(-1, -2)).to(q.dtype)
+        scores = scores + torch.full((n, n), -math.inf, dtype=q.dtype).triu(1)
         single = [(q * shared(keys.k)).sum(-1, keepdim=True) for keys in drafts]
         shares = torch.softmax(torch.cat([scores, *single], -1), -1)
-        y = shares[..., :n] @ shared(prompt.v)
+        y = (shares[..., :n].to(kind) @ shared(prompt.v).to(kind)).to(q.dtype)
         for i, keys in enumerate(drafts):
             y = y + shares[..., n + i, None] * shared(keys.v)
         if self.gated:
@@ -266,7 +268,7 @@ class DraftHead(nn.Module):
     def compute_on(self, dtype: torch.dtype) -> None:
         """Let matrices multiply in `dtype`; all else stays as its parameters are."""
         for module in self.modules():
-            if isinstance(module, DigitLinear):
+            if isinstance(module, DigitLinear | _Attention):
                 module.compute = dtype
 
 
