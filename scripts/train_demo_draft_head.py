@@ -45,7 +45,7 @@ TEMPERATURES = (0.7, 1.0, 0.4, 0.0)  # of the texts that it is trained on beside
 
 
 def own_texts(lm, docs, count, length, seed):
-    """Ids of `count` texts of `length` tokens and some, that the model writes from parts of them."""
+    """Ids of `count` texts that the model writes, `length` tokens behind parts of chapters."""
     rng, found = random.Random(seed), []
     for at in range(0, count, 16):
         prompts = []
