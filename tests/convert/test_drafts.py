@@ -185,6 +185,20 @@ def test_a_head_is_taken_from_a_base_model(tmp_path: Path, base: str) -> None:
     assert said.startswith(f"a head that drafts tokens, from {given.name}: ")
 
 
+def test_of_a_base_in_shards_those_of_the_head_are_enough(tmp_path: Path) -> None:
+    made, head = trunk("plain"), head_of("plain")
+    base = mtp.write_base(tmp_path / "base", made, head)
+    (base / "model-00001-of-00002.safetensors").unlink()
+    source = mtp.write_mlx(tmp_path / "source", made, None)
+    run(source, tmp_path / "out", draft_from=base)
+    compare(drafted(tmp_path / "out")[1], stored(torch.bfloat16)(made, head))
+    with pytest.raises(ConvertError, match="shard-missing"):
+        run(base, tmp_path / "never")
+    (base / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ConvertError, match="shard-missing"):
+        run(source, tmp_path / "never", draft_from=base)
+
+
 def test_a_rotated_model_takes_a_head_that_is_not_rotated(tmp_path: Path) -> None:
     """As grafts of the community are: the bundle's own list says nothing of such a head."""
     made = trunk("rotated")

@@ -216,7 +216,7 @@ def test_what_a_call_copies_is_bounded_by_bytes(rng: torch.Generator) -> None:
     for k in (64, 1024, 4096, 16384):
         codes = torch.zeros(V, k, dtype=torch.int8)
         packed = pack_ternary(codes, torch.ones(V, -(-k // 128)), 128).repack("2bit")
-        rows.append(DraftWords(HeadWeight.from_packed(packed), 64)._rows)
+        rows.append(DraftWords(HeadWeight.from_packed(packed), 64).rows_of_call)
     assert rows[0] == 64 and rows[-1] >= 1
     assert all(more >= fewer for more, fewer in pairwise(rows)) and rows[1] > rows[3]
 

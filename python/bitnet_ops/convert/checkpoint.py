@@ -97,14 +97,18 @@ class Checkpoint:
 
     `config` is config.json as a dict, `tensors` maps every tensor's name to its TensorRecord.
     `allow_pickle`: where there are no safetensors, take pytorch_model.bin or its shards; `pickled`
-    says that this happened. `packed_mlx`: the shapes of the weights that an MLX package holds in 2
-    bits; `config` and `tensors` are then those of the floating checkpoint. `found`: of the private
-    block, the rotation of a package that has one. `remarks`: what of config.json was not read. A
-    nested config.json is seen flat; `published` is the one in the folder. Raises ConvertError for
-    anything that is not a complete, unambiguous checkpoint.
+    says that this happened. `drafts_alone`: of shards open those alone that hold layers which draft
+    tokens; the others need not be there, and `tensors` has none of theirs. `packed_mlx`: the shapes
+    of the weights that an MLX package holds in 2 bits; `config` and `tensors` are then those of the
+    floating checkpoint. `found`: of the private block, the rotation of a package that has one.
+    `remarks`: what of config.json was not read. A nested config.json is seen flat; `published` is
+    the one in the folder. Raises ConvertError for anything that is not a complete, unambiguous
+    checkpoint.
     """
 
-    def __init__(self, folder: str | Path, *, allow_pickle: bool = False) -> None:
+    def __init__(
+        self, folder: str | Path, *, allow_pickle: bool = False, drafts_alone: bool = False
+    ) -> None:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             found = "a file" if self.folder.exists() else "no such file or directory"
@@ -118,7 +122,7 @@ class Checkpoint:
         self.config = _read_object(self.folder, "config.json", "config-missing", "config-json")
         self.published = self.config
         _reject_folded(self.folder, self.config)
-        names, index = _weight_files(self.folder, allow_pickle)
+        names, index = _weight_files(self.folder, allow_pickle, drafts_alone)
         if is_mlx(self.config) and (self.folder / DRAFT_FILE).is_file():
             names = [*names, DRAFT_FILE]
         _check_links(self.folder, names)
@@ -126,7 +130,7 @@ class Checkpoint:
         self._files = {name: _open(self.folder / name) for name in names}
         self.tensors = _records(self._files)
         if index is not None:
-            _check_index(self.folder, index, self.tensors)
+            _check_index(self.folder, index, self.tensors, set(names))
         self.packed_mlx: dict[str, tuple[int, int]] = {}
         self.found: dict[str, Any] = {}
         self.remarks: list[str] = []
@@ -348,9 +352,11 @@ def copy_tokenizer(source: Path, folder: Path) -> tuple[list[str], list[str]]:
     return [*names, TEMPLATE_FILE], [*remarks, remark]
 
 
-def _weight_files(folder: Path, allow_pickle: bool) -> tuple[list[str], str | None]:
+def _weight_files(
+    folder: Path, allow_pickle: bool, drafts_alone: bool
+) -> tuple[list[str], str | None]:
     """The names of the files that make up the checkpoint, and that of their index if sharded."""
-    found = _single_or_index(folder, SINGLE, INDEX, ".safetensors")
+    found = _single_or_index(folder, SINGLE, INDEX, ".safetensors", drafts_alone)
     if found is None and allow_pickle:
         found = _single_or_index(folder, PICKLE, PICKLE_INDEX, ".bin")
     if found is None:
@@ -359,7 +365,7 @@ def _weight_files(folder: Path, allow_pickle: bool) -> tuple[list[str], str | No
 
 
 def _single_or_index(
-    folder: Path, single: str, index: str, suffix: str
+    folder: Path, single: str, index: str, suffix: str, drafts_alone: bool = False
 ) -> tuple[list[str], str | None] | None:
     """A single file, or what the index names; None where there is neither.
 
@@ -374,7 +380,11 @@ def _single_or_index(
                    "remove the set that does not belong to this config.json")  # fmt: skip
         return [single, *drafts], None
     if (folder / index).is_file():
-        return _shard_names(folder, index, _weight_map(folder, index, suffix)), index
+        weight_map = _weight_map(folder, index, suffix)
+        if drafts_alone:
+            kept = {file for name, file in weight_map.items() if draft_name(name) is not None}
+            weight_map = {n: file for n, file in weight_map.items() if file in kept} or weight_map
+        return _shard_names(folder, index, weight_map), index
     return None
 
 
@@ -546,11 +556,13 @@ def _records(files: dict[str, Any]) -> dict[str, TensorRecord]:
     return records
 
 
-def _check_index(folder: Path, index: str, records: dict[str, TensorRecord]) -> None:
-    """The index and the shards' headers must say the same."""
+def _check_index(
+    folder: Path, index: str, records: dict[str, TensorRecord], opened: set[str]
+) -> None:
+    """The index and the headers of the shards that were opened must say the same."""
     weight_map = _weight_map(folder, index, Path(next(iter(records.values())).file).suffix)
     moved = {name for name, record in records.items() if record.file == DRAFT_FILE}
-    weight_map = {name: file for name, file in weight_map.items() if name not in moved}
+    weight_map = {n: f for n, f in weight_map.items() if n not in moved and f in opened}
     records = {name: record for name, record in records.items() if name not in moved}
     wrong = [n for n, file in weight_map.items() if n not in records or records[n].file != file]
     wrong += [n for n in records if n not in weight_map]

@@ -104,7 +104,7 @@ def _base_head(path: Path, source: Source) -> Iterator[DraftHead]:
 
 
 def _folder_base(path: Path, source: Source) -> DraftHead:
-    checkpoint = Checkpoint(path)
+    checkpoint = Checkpoint(path, drafts_alone=True)
     config = checkpoint.config
     drafts = find_naming(config, family_of(config), checkpoint.tensors).drafts
     _check_pair(path, model_of(config), folder_tokens(path), source, len(drafts))

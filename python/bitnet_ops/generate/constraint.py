@@ -8,7 +8,7 @@ constraints that follow a grammar.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,19 @@ class Constraint(Protocol):
         """The next token is this one; raises nothing."""
 
 
-class TextConstraint(Constraint, Protocol):
+@runtime_checkable
+class LooksAhead(Protocol):
+    """A constraint that drafts are shown to before they are verified; not every one is."""
+
+    def allowed_prefix(self, tokens: Sequence[int]) -> int:
+        """How many of `tokens`, from the first, may come next, or more; nothing changes.
+
+        It is asked before a step for what the step may guess: to say too many costs time, to say
+        too few loses some, and neither changes a token. Raises nothing.
+        """
+
+
+class TextConstraint(Constraint, LooksAhead, Protocol):
     """One that can also be told text, where a token has ended what was before it."""
 
     def feed(self, data: bytes) -> None:
@@ -104,7 +116,7 @@ class Thoughts:
     def mask(self) -> Mask | None:
         if self._state == "thinking" and not self._forced and self._budget is not None:
             if self._spent >= self._budget:
-                self._forced = self._texts.encode(f"\n{END_OF_THOUGHT}\n\n")
+                self._forced = self._closing()
         if self._forced:
             return only(self._texts.vocab_size, self._forced[:1])
         if self._state == "thinking":
@@ -116,6 +128,28 @@ class Thoughts:
             mask = mask.copy()
             mask[self._open >> 3] |= 1 << (self._open & 7)
         return mask
+
+    def allowed_prefix(self, tokens: Sequence[int]) -> int:
+        forced = self._forced
+        if self._state == "thinking" and not forced:
+            left = len(tokens) if self._budget is None else self._budget - self._spent
+            if left > 0:
+                ends = self._texts.stop_ids if self._thinking is not None else ()
+                free = (i for i, token in enumerate(tokens) if token in ends)
+                return min(left, next(free, len(tokens)))
+            forced = self._closing()
+        if forced:
+            pairs = enumerate(zip(tokens, forced, strict=False))
+            return next((i for i, (token, other) in pairs if token != other), len(tokens))
+        if self._answer is None or not tokens:
+            return len(tokens)
+        if self._state == "before" and tokens[0] == self._open:
+            return len(tokens)
+        return self._answer.allowed_prefix(tokens)
+
+    def _closing(self) -> list[int]:
+        """What closes the thoughts when their budget is spent."""
+        return self._texts.encode(f"\n{END_OF_THOUGHT}\n\n")
 
     def add(self, token: int) -> None:
         if self._forced:

@@ -148,7 +148,7 @@ class Grammars:
                     break
                 first.consume_token(int(ids[0]))
             if not first.is_error() and (first.is_accepting() or not first.is_stopped()):
-                return Grammar(self, matcher, soft)
+                return Grammar(self, matcher, grammar, soft)
             matcher = first
         reason = " ".join((matcher.get_error() or "one that nothing satisfies").split())[:300]
         raise GrammarError(f"{field}: expected one that can be followed, got: {printable(reason)}")
@@ -196,12 +196,19 @@ class Grammar:
     takes a millisecond.
     """
 
-    def __init__(self, grammars: Grammars, matcher: LLMatcher, soft: bool = False) -> None:
-        self.grammars, self._matcher, self._soft = grammars, matcher, soft
+    def __init__(
+        self, grammars: Grammars, matcher: LLMatcher, text: str, soft: bool = False
+    ) -> None:
+        self.grammars, self.soft = grammars, soft
+        self._matcher, self._text = matcher, text
 
     def start(self) -> GrammarConstraint:
         """It holds from the first token on."""
-        return GrammarConstraint(self.grammars, self._matcher.deep_copy(), self._soft)
+        return GrammarConstraint(self, self._matcher.deep_copy())
+
+    def compiled_again(self) -> LLMatcher:
+        """One that shares no lexer with others."""
+        return self.grammars._matcher(self._text)
 
     def lazy(
         self, triggers: Sequence[str], openings: Sequence[str] = (), *, repeat: bool = True
@@ -216,10 +223,19 @@ class Grammar:
 
 
 class GrammarConstraint:
-    """An answer that follows a grammar from its first token to its end."""
+    """An answer that follows a grammar from its first token to its end.
 
-    def __init__(self, grammars: Grammars, matcher: LLMatcher, soft: bool = False) -> None:
-        self._grammars, self._matcher, self._soft, self._ended = grammars, matcher, soft, False
+    Looking ahead costs the lexer states, which are limited. So that nothing depends on drafts, a
+    matcher that fails after it has looked ahead makes room for one that has taken the same steps
+    and never looked.
+    """
+
+    def __init__(self, grammar: Grammar, matcher: LLMatcher) -> None:
+        self._grammar, self._grammars = grammar, grammar.grammars
+        self._matcher, self._ended = matcher, False
+        self._looks, self._looked = True, False
+        self._steps: list[tuple[bool, list[int]]] = []  # whether a mask was asked for; what came
+        self._masked = False
 
     @property
     def over(self) -> bool:
@@ -233,24 +249,55 @@ class GrammarConstraint:
     def mask(self) -> Mask:
         if self.over:
             return self._grammars.stop_mask
+        self._masked = True
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error() and self._looked:
+            self._start_again()
+            return self.mask()
         if not self._matcher.is_error():
             return mask
-        if self._soft:
+        if self._grammar.soft:
             return np.full_like(mask, 0xFF)
         reason = " ".join(self._matcher.get_error().split())[:300]
         raise ConstraintError(
             f"constraint: expected an answer that its grammar allows, got: {printable(reason)}"
         )
 
+    def allowed_prefix(self, tokens: Sequence[int]) -> int:
+        if self.over:
+            return int(bool(tokens) and tokens[0] in self._grammars.stop_ids)
+        if self._matcher.is_error() or not self._looks:
+            return len(tokens)
+        self._looked = True
+        return self._matcher.validate_tokens(list(tokens))
+
+    def ends_with(self, tokens: Sequence[int]) -> bool:
+        """Whether nothing can come behind `tokens`, all of which may; it stays as it is."""
+        copy = self._matcher.deep_copy()
+        copy.consume_tokens(list(tokens))
+        return copy.is_stopped() and not copy.is_error()
+
     def add(self, token: int) -> None:
         if not self.over:
-            self._matcher.consume_token(token)
+            self._consume([token])
             self._ended = token in self._grammars.stop_ids
 
     def feed(self, data: bytes) -> None:
         if data and not self.over:
-            self._matcher.consume_tokens(self._grammars.tokens_of(data))
+            self._consume(self._grammars.tokens_of(data))
+
+    def _consume(self, tokens: list[int]) -> None:
+        self._steps.append((self._masked, tokens))
+        self._masked = False
+        self._matcher.consume_tokens(tokens)
+
+    def _start_again(self) -> None:
+        self._matcher = self._grammar.compiled_again()
+        self._looks = self._looked = False
+        for masked, tokens in self._steps:
+            if masked:
+                self._matcher.compute_bitmask()
+            self._matcher.consume_tokens(tokens)
 
 
 class LazyConstraint:
@@ -276,6 +323,15 @@ class LazyConstraint:
         if self._held is not None:
             return self._held.mask()
         return self._grammar.grammars.stop_mask if self._ended else None
+
+    def allowed_prefix(self, tokens: Sequence[int]) -> int:
+        if self._held is not None:
+            count = self._held.allowed_prefix(tokens)
+            free = self._repeat and count < len(tokens) and self._held.ends_with(tokens[:count])
+            return len(tokens) if free else count
+        if not self._ended:
+            return len(tokens)
+        return int(bool(tokens) and tokens[0] in self._grammar.grammars.stop_ids)
 
     def add(self, token: int) -> None:
         if self._held is None:

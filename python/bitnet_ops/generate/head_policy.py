@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 
 MAX_DEPTH = 3  # drafts of a head one behind the other: what follows is seldom right
 _PRIOR = (0.6, 0.5, 0.4)  # chances of drafts to be right if those before are, before any was tried
-_PRIOR_WEIGHT, _MAX_WEIGHT, _KEPT = 2.0, 24.0, 0.95
-_SHARED_WEIGHT = 4.0  # of what other requests have shown, for a new one
-_UNKNOWN = 0.15  # steps that a draft costs, until one has been measured
+_PRIOR_WEIGHT, _MAX_WEIGHT, _KEPT = 2.0, 32.0, 0.97
+_SHARED_WEIGHT = 8.0  # of what other requests have shown, for a new one
+_UNKNOWN = 0.15  # steps that a draft costs, until some have been measured
+_FIRST = 6  # times, which bind a program, write memory first and measure ways to multiply
 _GAIN = 1.03  # drafts promise at least so much; costs are not known more exactly
 _PROBING = 0.01  # share of the time that finding out whether drafts pay may cost
+_SAVED = 2.0  # steps that a text's drafts have saved and that may be spent on finding out
 
 
 class HeadAcceptance:
@@ -59,6 +61,8 @@ class HeadAcceptance:
 
     def learn(self, drafts: int, right: int) -> None:
         """Enter that the first `right` of the drafts of a step were right."""
+        if right:
+            self.credit = min(self.credit + right, _SAVED)
         for depth in range(min(drafts, right + 1, MAX_DEPTH)):
             was_right = depth < right
             self._right[depth] = _KEPT * self._right[depth] + was_right
@@ -77,6 +81,7 @@ class HeadPolicy:
 
     costs: StepCosts = field(default_factory=StepCosts)
     shared: HeadAcceptance = field(default_factory=HeadAcceptance)
+    _measured: int = 0  # times that drafts were made
 
     @contextmanager
     def timed(self, streams: int, depth: int) -> Iterator[None]:
@@ -84,6 +89,7 @@ class HeadPolicy:
         began = time.perf_counter()
         yield
         self.costs.learn(streams, (time.perf_counter() - began) / depth)
+        self._measured += 1
 
     def learn(self, request: Request, drafts: int, right: int) -> None:
         """Enter how many of a step's drafts for a request were right."""
@@ -130,7 +136,8 @@ class HeadPolicy:
         return found
 
     def _cost(self, streams: int, without: float) -> float:
-        return self.costs.of(streams) if self.costs.known else _UNKNOWN * without
+        cost = self.costs.of(streams) if self.costs.known else math.inf
+        return cost if self._measured >= _FIRST else min(cost, _UNKNOWN * without)
 
     def _probe(
         self,
@@ -143,11 +150,11 @@ class HeadPolicy:
         price = max(without, steps.of(tokens + 1)) + self._cost(1, without)
         price = price / without - 1
         for one, _, _ in known:
-            one.credit = min(one.credit + _PROBING / len(known), price + _PROBING)
+            one.credit += _PROBING / len(known)
         one, id, _ = max(known, key=lambda of: of[0].credit)
         if one.credit < price:
             return {}
-        one.credit = 0.0
+        one.credit = min(one.credit, _SAVED) - price
         return {id: 1}
 
     def _of(self, request: Request) -> HeadAcceptance:

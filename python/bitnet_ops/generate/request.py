@@ -16,7 +16,7 @@ from typing import Any
 
 from bitnet_ops.arguments import check_integer
 from bitnet_ops.errors import BitNetError
-from bitnet_ops.generate.constraint import Constraint
+from bitnet_ops.generate.constraint import Constraint, LooksAhead
 from bitnet_ops.generate.draft_report import NO_DRAFTS, DraftCounts
 from bitnet_ops.generate.head_policy import HeadAcceptance
 from bitnet_ops.generate.prompt import RowRuns, kind_of
@@ -252,6 +252,13 @@ class Request:
         """How many drafts can be of use before a limit ends it."""
         tokens = self.limits.max_new_tokens - self.output_tokens - 1
         return max(0, min(self.max_drafts, tokens, max_positions - len(self.ids)))
+
+    def allowed(self, drafts: Sequence[int]) -> int:
+        """How many of `drafts`, from the first, its constraint may let come; it stays as it is."""
+        constraint = self.sampler.constraint
+        if isinstance(constraint, LooksAhead) and drafts:
+            return constraint.allowed_prefix(drafts)
+        return len(drafts)
 
     def accept(self, token: int, max_positions: int) -> Finished | None:
         """Append a token, unless it is a stop id; why the request ends with it, or None."""

@@ -383,7 +383,7 @@ class Scheduler:
         drafts = propose(request.content, maximum)
         if request.runs is not None:  # what stands for rows is no token
             drafts = [*takewhile(lambda token: token >= 0, drafts)]
-        return drafts
+        return drafts[: request.allowed(drafts)]
 
     def _draft_by_head(
         self, others: Sequence[tuple[PlannedStep, int]], left: int, tokens: int, expected: float
@@ -409,7 +409,7 @@ class Scheduler:
         with self.head_drafts.timed(len(steps), max(depths)):
             found = self.drafter.propose([step.request for step in steps], depths)
         for step, drafts in zip(steps, found, strict=True):
-            step.drafts, step.source = drafts, "head"
+            step.drafts, step.source = drafts[: step.request.allowed(drafts)], "head"
 
     def _room(self, request: Request, drafts: int) -> int:
         """For how many of so many drafts a request has blocks now, those that are free included."""

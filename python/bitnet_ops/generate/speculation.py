@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -25,7 +26,7 @@ Speculation = int | Literal["auto", "ngram", "head", "off"] | None
 DEFAULT_SPECULATION: Speculation = "auto"  # of texts; an engine's requests have none unless told
 MAX_DRAFTS = 8  # of a step, for one request
 
-_LEARNT = 0.2  # weight of the newest step
+_LAST = 8  # steps of one size that are remembered
 _UNKNOWN = 0.3  # share of a token's step that one more costs, until that has been measured
 _GAIN = 1.03  # drafts promise at least so much; costs are not known more exactly
 _PROBING = 0.02  # share of the time so far that finding out whether drafts pay may have cost
@@ -75,14 +76,21 @@ def _last_before(data: bytes, tail: bytes) -> int:
 
 
 class StepCosts:
-    """Learns the seconds of a step without prompt tokens by its tokens."""
+    """Learns the seconds of a step without prompt tokens by its tokens.
+
+    Of the last few steps it takes one of the quicker ones: a step in which memory is written for
+    the first time, in which ways to multiply are measured, or which a neighbour disturbs takes
+    several times as long, and must not keep drafts away for the rest of a text.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
+        self._last: dict[int, deque[float]] = {}
 
     def learn(self, tokens: int, seconds: float) -> None:
-        before = self._seconds.get(tokens, seconds)
-        self._seconds[tokens] = before + _LEARNT * (seconds - before)
+        last = self._last.setdefault(tokens, deque(maxlen=_LAST))
+        last.append(seconds)
+        self._seconds[tokens] = sorted(last)[len(last) // 3]
 
     @property
     def known(self) -> bool:

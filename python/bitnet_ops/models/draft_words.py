@@ -47,6 +47,7 @@ class DraftWords:
     Attributes:
         head: HeadWeight [n, K] in the trunk's format, n = min(size, V); row i is that of ids[i].
         ids: int64 [n], each id once; at first the lowest ids and `always`.
+        rows_of_call: how many words may enter in one call of `learn`.
     Raises:
         ValueError: a size below 1, an id of `always` outside 0 .. V - 1, or more of them than the
             list has places.
@@ -54,6 +55,7 @@ class DraftWords:
 
     head: HeadWeight
     ids: Tensor
+    rows_of_call: int
 
     def __init__(
         self, head: HeadWeight, size: int = DEFAULT_WORDS, always: Iterable[int] = ()
@@ -72,12 +74,12 @@ class DraftWords:
         # words that have been seen but have no row yet, the last one seen at the end
         self._waiting: OrderedDict[int, None] = OrderedDict()
         self._copies: list[_Copy] = []
-        self.head, self._rows = head, 0
+        self.head, self.rows_of_call = head, 0
         if size >= self._vocabulary:
             return
         self.head, self._copies = _first_rows(head, n)
         touched = max(1, sum(copy.touched for copy in self._copies))
-        self._rows = max(1, min(_STEP_ROWS, _STEP_BYTES // touched))
+        self.rows_of_call = max(1, min(_STEP_ROWS, _STEP_BYTES // touched))
         self._recent.update((i, i) for i in range(n - 1, self._stay - 1, -1))
         self._hold(sorted(self._always))
 
@@ -134,7 +136,7 @@ class DraftWords:
         recent, waiting = self._recent, self._waiting
         while len(waiting) > len(recent):  # those would push out what has been seen after them
             waiting.popitem(last=False)
-        new = [waiting.popitem()[0] for _ in range(min(self._rows, len(waiting), len(recent)))]
+        new = [waiting.popitem()[0] for _ in range(min(self.rows_of_call, len(waiting)))]
         new.reverse()
         try:
             self._check(new)
