@@ -17,7 +17,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -226,6 +226,7 @@ class DraftHead(nn.Module):
     ) -> None:
         super().__init__()
         check_has_head(config)
+        config = replace(config, draft=None)  # a head that the model has says nothing of this one
         hidden, eps = config.hidden_size, config.rms_norm_eps
         width = config.intermediate_size if intermediate_size is None else intermediate_size
         self.config, self.feed, self.digits, self.width = config, feed, digits, width
@@ -365,7 +366,8 @@ class DraftHeadWeights:
         that the head was trained over. Matrices become bfloat16, which keeps their levels. Raises
         TrainingError for another config, ConvertError where the folder exists.
         """
-        if ModelConfig.from_hf(config, ignore_unknown=True) != self.config:
+        own = replace(self.config, draft=None, policies=(), sparsity=None)
+        if ModelConfig.from_hf(config, ignore_unknown=True) != own:
             raise TrainingError(
                 "draft head: expected the config.json of the model that the head was trained over, "
                 "got another one; pass its own"
