@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 import hybrids
 import mtp
 from bitnet_ops import ops
-from bitnet_ops.config.draft import DraftConfig, draft_shapes
+from bitnet_ops.config.draft import DraftConfig
+from bitnet_ops.config.draft_shapes import draft_shapes
 from bitnet_ops.convert import ConvertError, convert
 from bitnet_ops.convert.report import ConvertReport
 from bitnet_ops.dummy import model as dummy

@@ -11,7 +11,8 @@ import pytest
 
 import hybrids
 from bitnet_ops.config import PRIVATE_BLOCK, ModelConfig, UnsupportedModelError
-from bitnet_ops.config.draft import KEY, MATRICES, DraftConfig, draft_config, draft_shapes
+from bitnet_ops.config.draft import KEY, MATRICES, DraftConfig, draft_config
+from bitnet_ops.config.draft_shapes import draft_shapes
 from bitnet_ops.dummy.configs import CONFIGS
 
 WHOLE = DraftConfig(

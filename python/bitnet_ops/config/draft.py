@@ -14,13 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bitnet_ops.config.keys import PRIVATE_BLOCK
 from bitnet_ops.config.values import integer, reject
-
-if TYPE_CHECKING:
-    from bitnet_ops.config import ModelConfig
 
 PREFIX = "mtp."  # of every tensor of a head in a model file
 KEY = "draft_head"  # of the private block
@@ -36,7 +33,7 @@ MATRICES = (
 )
 QK_NORMS = (f"{_LAYER}self_attn.q_norm", f"{_LAYER}self_attn.k_norm")
 SUB_NORMS = (f"{_LAYER}self_attn.attn_sub_norm", f"{_LAYER}mlp.ffn_sub_norm")
-_ORDER = (  # of a file
+ORDER = (  # of a file
     FC,
     f"{PREFIX}pre_fc_norm_embedding",
     f"{PREFIX}pre_fc_norm_hidden",
@@ -49,7 +46,7 @@ _ORDER = (  # of a file
     SUB_NORMS[1],
     f"{PREFIX}norm",
 )
-NORMS = tuple(module for module in _ORDER if module not in MATRICES)
+NORMS = tuple(module for module in ORDER if module not in MATRICES)
 _REMEDY = "convert the model again"
 
 
@@ -113,33 +110,3 @@ def draft_config(config: Mapping[str, Any]) -> DraftConfig | None:
     block = config.get(PRIVATE_BLOCK)
     found = block.get(KEY) if isinstance(block, Mapping) else None
     return None if found is None else DraftConfig.from_dict(found)
-
-
-def draft_shapes(model: ModelConfig, intermediate_size: int) -> dict[str, tuple[int, ...]]:
-    """Names and logical shapes of a head's tensors over the trunk `model`, in file order.
-
-    Of a matrix [N, K]; what lies in a file has the digits of every weight, [N, digits * K].
-    """
-    hidden, head_dim = model.hidden_size, model.head_dim
-    queries, keys = model.num_attention_heads * head_dim, model.num_key_value_heads * head_dim
-    matrices = {
-        "fc": (hidden, 2 * hidden),
-        "q_proj": ((2 if model.output_gate else 1) * queries, hidden),
-        "k_proj": (keys, hidden),
-        "v_proj": (keys, hidden),
-        "o_proj": (hidden, queries),
-        "gate_proj": (intermediate_size, hidden),
-        "up_proj": (intermediate_size, hidden),
-        "down_proj": (hidden, intermediate_size),
-    }
-    absent = {*(() if model.qk_norm else QK_NORMS), *(() if model.sub_norms else SUB_NORMS)}
-    norms = {
-        **dict.fromkeys(QK_NORMS, (head_dim,)),
-        **dict(zip(SUB_NORMS, ((queries,), (intermediate_size,)), strict=True)),
-    }
-    found: dict[str, tuple[int, ...]] = {}
-    for module in _ORDER:
-        if module not in absent:
-            last = module.rpartition(".")[2]
-            found[f"{module}.weight"] = matrices.get(last) or norms.get(module, (hidden,))
-    return found

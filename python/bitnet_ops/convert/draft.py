@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.config.draft import DIGITS, FEEDS, MATRICES, DraftConfig, draft_shapes
+from bitnet_ops.config.draft import DIGITS, FEEDS, MATRICES, DraftConfig
+from bitnet_ops.config.draft_shapes import draft_shapes
 from bitnet_ops.convert.errors import listed
 from bitnet_ops.nn.digits import digit_group, to_digits
 from bitnet_ops.nn.packing import PackedWeight

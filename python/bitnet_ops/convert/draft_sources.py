@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.config.draft import FC, MATRICES, PREFIX, DraftConfig, draft_config, draft_shapes
+from bitnet_ops.config.draft import FC, MATRICES, PREFIX, DraftConfig, draft_config
+from bitnet_ops.config.draft_shapes import draft_shapes
 from bitnet_ops.config.hybrid import ROTATION
 from bitnet_ops.convert import hybrid
 from bitnet_ops.convert.draft import GATE, DraftHead, HeadError, Turned, check_names, check_shapes

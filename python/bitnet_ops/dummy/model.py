@@ -21,7 +21,8 @@ from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.draft import KEY as DRAFT
-from bitnet_ops.config.draft import DraftConfig, draft_config, draft_shapes
+from bitnet_ops.config.draft import DraftConfig, draft_config
+from bitnet_ops.config.draft_shapes import draft_shapes
 from bitnet_ops.config.hybrid import ROTATION
 from bitnet_ops.dummy import tokenizer as dummy_tokenizer
 from bitnet_ops.dummy.configs import CONFIGS, GROUPED

@@ -22,7 +22,8 @@ from typing import NamedTuple, Protocol
 from bitnet_ops.arguments import check_flag, check_integer, is_number, shown
 from bitnet_ops.generate.draft_choice import Source
 from bitnet_ops.generate.draft_report import NO_DRAFTS, DraftCounts, HeadReport
-from bitnet_ops.generate.head_policy import MAX_DEPTH, GoingOn, HeadPolicy, Worth
+from bitnet_ops.generate.head_acceptance import MAX_DEPTH
+from bitnet_ops.generate.head_policy import GoingOn, HeadPolicy, Worth
 from bitnet_ops.generate.request import Request, ShareRead, without
 from bitnet_ops.generate.speculation import StepCosts, propose
 from bitnet_ops.generate.states import Checkpoint, StateSlots, stops_of

@@ -13,8 +13,8 @@ from bitnet_ops.config.draft import (
     PREFIX,
     DraftConfig,
     draft_config,
-    draft_shapes,
 )
+from bitnet_ops.config.draft_shapes import draft_shapes
 from bitnet_ops.formats.sglbitnt import Reader, model_file
 from bitnet_ops.loading.model_contents import model_config
 from bitnet_ops.models import Decoder, TensorError
