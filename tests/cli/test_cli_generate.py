@@ -283,7 +283,7 @@ def test_the_last_line_and_json_say_how_many_drafts_were_right(
         (["chat", "x", "--speculation", "0"], False),
         (["embed", "x", "y"], False),
     ],
-    ids=" ".join,
+    ids=str,
 )
 def test_a_draft_head_is_read_where_it_may_be_used(
     words: list[str], read: bool, monkeypatch: pytest.MonkeyPatch

@@ -31,7 +31,7 @@ from bitnet_ops.cli.pictures import (
 )
 from bitnet_ops.cli.terminal import say
 from bitnet_ops.errors import BitNetError, install
-from bitnet_ops.generate.speculation import check_draft_head
+from bitnet_ops.generate.draft_choice import check_draft_head
 
 if TYPE_CHECKING:
     from bitnet_ops.language_model import LanguageModel
