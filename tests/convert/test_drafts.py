@@ -1,4 +1,4 @@
-"""Heads that draft tokens: every form of their files against the fixture of helpers/mtp.py."""
+"""Draft heads: every form of their files against the fixture of helpers/mtp.py."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_head_is_taken_without_asking(tmp_path: Path, form: str) -> None:
     assert config == DraftConfig(made.sizes.inter, rotated=tuple(rotated), origin=origin)
     said = [remark for remark in report.remarks if "draft" in remark]
     assert len(said) == (2 if form == "mlx-raw" else 1)
-    assert said[-1].startswith(f"a head that drafts tokens, from {origin}: ")
+    assert said[-1].startswith(f"a draft head, from {origin}: ")
     assert report.tensors == len(hybrids.converted(made)) + 15
     # the text model is the same one without the head, to the bit, and loads as ever
     run(source, tmp_path / "without", draft=False)
@@ -193,7 +193,7 @@ def test_a_head_is_taken_from_a_base_model(tmp_path: Path, base: str) -> None:
     compare(found, values(made, head))
     assert config == DraftConfig(made.sizes.inter, origin=given.name)
     (said,) = [remark for remark in report.remarks if "draft" in remark]
-    assert said.startswith(f"a head that drafts tokens, from {given.name}: ")
+    assert said.startswith(f"a draft head, from {given.name}: ")
 
 
 def test_of_a_base_in_shards_those_of_the_head_are_enough(tmp_path: Path) -> None:
@@ -453,7 +453,7 @@ def test_a_head_of_another_kind_stays_behind(tmp_path: Path, case: str) -> None:
     made = trunk("plain")
     source = write(tmp_path / "source", made, head_of("plain"))
     report = run(source, tmp_path / "out")
-    (said,) = [remark for remark in report.remarks if remark.startswith("no head that drafts")]
+    (said,) = [remark for remark in report.remarks if remark.startswith("no draft head")]
     assert reason in said and "\n" not in said
     assert any("left out" in r and "of layers that draft tokens" in r for r in report.remarks)
     assert read_draft_head(tmp_path / "out") is None
@@ -461,7 +461,7 @@ def test_a_head_of_another_kind_stays_behind(tmp_path: Path, case: str) -> None:
     with pytest.raises(ConvertError, match=re.escape(reason)) as raised:
         run(source, tmp_path / "never", draft_from=source)
     assert raised.value.code.startswith("draft-") and not (tmp_path / "never").exists()
-    with pytest.raises(ConvertError, match="a head that drafts tokens for --draft-feed") as raised:
+    with pytest.raises(ConvertError, match="a draft head for --draft-feed") as raised:
         run(source, tmp_path / "never", draft_feed="before")
     assert raised.value.code == "draft-feed"
 
@@ -494,7 +494,7 @@ def test_a_rotation_that_the_model_does_not_have_stays_behind(tmp_path: Path) ->
     }
     for number, (reason, source) in enumerate(sources.items()):
         report = run(source, tmp_path / f"out{number}")
-        (said,) = [remark for remark in report.remarks if remark.startswith("no head")]
+        (said,) = [remark for remark in report.remarks if remark.startswith("no draft head")]
         assert reason in said and "prism.hadamard." in said
         assert load(tmp_path / f"out{number}").model.config.rotation is not None
 
@@ -512,7 +512,7 @@ def test_a_type_that_another_package_reads(tmp_path: Path, monkeypatch: pytest.M
     compare_but(drafted(tmp_path / "out")[1], expected, f"{LAYER}mlp.up_proj.weight")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     report = run(source, tmp_path / "bare")
-    (said,) = [remark for remark in report.remarks if remark.startswith("no head")]
+    (said,) = [remark for remark in report.remarks if remark.startswith("no draft head")]
     assert "got Q4_0, which the gguf package reads (pip install" in said
 
 
@@ -555,8 +555,8 @@ def test_damaged_values_are_rejected_and_leave_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"draft": False, "draft_feed": "after"}, "expected a head that drafts tokens, or none"),
-        ({"draft": False, "draft_from": "base"}, "expected a head that drafts tokens, or none"),
+        ({"draft": False, "draft_feed": "after"}, "expected a draft head, or none"),
+        ({"draft": False, "draft_from": "base"}, "expected a draft head, or none"),
         ({"draft_feed": "between"}, "expected draft_feed after or before, got 'between'"),
         ({"draft_from": "base", "format_version": 1}, "expected version 2 of model.bin"),
     ],

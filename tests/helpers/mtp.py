@@ -1,4 +1,4 @@
-"""Tiny heads that draft tokens (multi-token prediction) over the hybrids of hybrids.py, in files.
+"""Tiny draft heads (multi-token prediction) over the hybrids of hybrids.py, in files.
 
     head = make(made)                  for a hybrids.Hybrid: float32 matrices, norms as w of 1 + w
     plain(head)                        name -> float64: the matrices, and what norms multiply by

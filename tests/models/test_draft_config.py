@@ -1,4 +1,4 @@
-"""What a model file says of a head that drafts, and the shapes of its tensors."""
+"""What a model file says of a draft head, and the shapes of its tensors."""
 
 from __future__ import annotations
 

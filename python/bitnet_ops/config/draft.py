@@ -1,4 +1,4 @@
-"""A head that drafts tokens (multi-token prediction): what a model file says of it, its tensors.
+"""A draft head (multi-token prediction): what a model file says of it, its tensors.
 
 It is one layer of the decoder's kind over the trunk's own states, with the trunk's embedding and
 output head. Names are those of Qwen3.5's checkpoints (transformers leaves these tensors out; vLLM
@@ -52,7 +52,7 @@ _REMEDY = "convert the model again"
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """What a model file says of its head that drafts.
+    """What a model file says of its draft head.
 
     feed: what the next draft is fed as the state, the layer's output "after" the head's norm or
     "before" it. digits: ternary digits of a weight (nn/digits.py). intermediate_size: of its MLP.
@@ -103,7 +103,7 @@ class DraftConfig:
 
 
 def draft_config(config: Mapping[str, Any]) -> DraftConfig | None:
-    """Of a model file's config; None for a file without a head that drafts.
+    """Of a model file's config; None for a file without a draft head.
 
     Raises UnsupportedModelError for an entry of another form.
     """

@@ -1,4 +1,4 @@
-"""A head that drafts tokens, on its way from a source into a model file: its values, its checks.
+"""A draft head, on its way from a source into a model file: its values, its checks.
 
 Its matrices were not trained to be ternary. They are stored as ternary digits (nn/digits.py), its
 norms as float32, what they multiply by. It must not know files.
@@ -100,7 +100,7 @@ class DraftHead:
         """What a user must know of it."""
         turned = len(self.config.rotated)
         return (
-            f"a head that drafts tokens, from {self.config.origin}: {nbytes / 1e6:,.1f} MB, its "
+            f"a draft head, from {self.config.origin}: {nbytes / 1e6:,.1f} MB, its "
             f"matrices {_ROUNDED[self.config.digits]}"
             + (f", {turned} of them rotated as the model's" if turned else "")
         )

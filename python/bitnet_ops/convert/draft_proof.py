@@ -1,4 +1,4 @@
-"""The part of a proof that is about a head that drafts tokens: the file's against its source's.
+"""The part of a proof that is about a draft head: the file's against its source's.
 
 Digits are put together here by arithmetic of its own. It must not know how they were made.
 """
@@ -42,11 +42,11 @@ class DraftComparison:
         found = []
         if not self.largest_error <= MAX_STEPS:
             found.append(
-                f"a weight of the head that drafts tokens off by {self.largest_error:.3g} steps of "
+                f"a weight of the draft head off by {self.largest_error:.3g} steps of "
                 f"its group (at most {MAX_STEPS})"
             )
         if self.norms_different:
-            found.append(f"{self.norms_different} norms of the head that drafts tokens differ")
+            found.append(f"{self.norms_different} norms of the draft head differ")
         return found
 
 

@@ -1,4 +1,4 @@
-"""Heads that draft tokens as files have them: checkpoints, MLX packages, GGUF, model files.
+"""Draft heads as files have them: checkpoints, MLX packages, GGUF, model files.
 
 Sources: llama.cpp `conversion/qwen.py` (`mtp.*` becomes a block behind the decoder's, with the norm
 of the head as nextn.shared_head_norm; norms are written as 1 + w); mlx-lm, whose converter drops
@@ -75,7 +75,7 @@ def checkpoint_head(
         norms = [name for name in shapes if not _is_matrix(name)]
         # a norm that multiplies by so little everywhere would be no norm of a trained model
         if all(float(read(name).float().median()) < 0.5 for name in norms):
-            remarks.append("norms of the head that drafts are all near 0: taken as w of 1 + w")
+            remarks.append("norms of the draft head are all near 0: taken as w of 1 + w")
         else:
             offset = 0.0
 
