@@ -5,7 +5,8 @@
     bible -f "Gen1:1-Rev22:21" > kjv.txt            # as for train_demo_model.py
     python scripts/train_demo_draft_head.py --text kjv.txt --out demo-head
 
-Trained on the chapters that the model was trained on, and on texts that the model writes itself.
+Trained on the chapters that the model was trained on, and on texts that the model writes itself;
+first on short pieces of them, then on long ones, since attention over more than it has seen fails.
 Writes config.json and model.safetensors, which `bitnet-ops convert --draft-from demo-head` reads,
 and acceptance.json: on the held-out chapters, and on the model's own answers.
 """
@@ -39,21 +40,22 @@ REPETITIVE = [
     "And the evening and the morning were the first day. And the evening and the morning were",
     "for his mercy endureth for ever. O give thanks unto the God of gods: for his mercy endureth",
 ]
+LONG = 1000
 TEMPERATURES = (0.7, 1.0, 0.4, 0.0)  # of the texts that it is trained on beside the chapters
 
 
-def own_texts(lm, docs, count, seed):
-    """Ids of `count` texts that the model goes on with from places of the chapters."""
+def own_texts(lm, docs, count, length, seed):
+    """Ids of `count` texts that the model writes, `length` tokens behind parts of chapters."""
     rng, found = random.Random(seed), []
     for at in range(0, count, 16):
         prompts = []
         for _ in range(min(16, count - at)):
-            ids, length = rng.choice(docs), rng.randrange(4, 24)
-            first = rng.randrange(1, max(2, len(ids) - length))
-            prompts.append([ids[0], *ids[first : first + length]])
+            ids, given = rng.choice(docs), rng.randrange(4, 24)
+            first = rng.randrange(1, max(2, len(ids) - given))
+            prompts.append([ids[0], *ids[first : first + given]])
         answers = lm.generate_batch(
             prompts,
-            max_new_tokens=320,
+            max_new_tokens=length,
             temperature=TEMPERATURES[at // 16 % len(TEMPERATURES)],
             seed=rng.randrange(1 << 30),
             ignore_eos=True,
@@ -95,11 +97,11 @@ def arguments():
     )
     p.add_argument("--text", required=True)
     p.add_argument("--out", required=True, type=Path)
-    p.add_argument("--steps", type=int, default=2000)
-    p.add_argument("--minutes", type=float, default=1e9, help="end the schedule by then")
+    p.add_argument("--steps", type=int, default=2200, help="on pieces of 256 tokens, 8 a step")
+    p.add_argument("--long-steps", type=int, default=900, help="on pieces of 1000, 2 a step")
+    p.add_argument("--minutes", type=float, default=1e9, help="end each of both by then")
     p.add_argument("--width", type=int, default=512, help="of the MLP")
     p.add_argument("--rate", type=float, default=4e-3)
-    p.add_argument("--own", type=int, default=288, help="texts that the model writes itself")
     p.add_argument("--seed", type=int, default=1611)
     p.add_argument("--compile", action="store_true")
     return p.parse_args()
@@ -123,17 +125,25 @@ def main():
             print(f"step {step}: {depths} nats, {time.monotonic() - start:.0f} s", flush=True)
             torch.save(head.state_dict(), f"{a.out}.part")
 
+    options = {
+        "minutes": a.minutes,
+        "intermediate_size": a.width,
+        "compute": torch.bfloat16,
+        "compiled": a.compile,
+        "seed": a.seed,
+        "report": report,
+    }
+    texts = pieces + 2 * own_texts(lm, docs, 288, 320, a.seed)
+    short = train_draft_head(lm.model, texts, steps=a.steps, rate=a.rate, **options)
     weights = train_draft_head(
         lm.model,
-        pieces + 2 * own_texts(lm, docs, a.own, a.seed),
-        steps=a.steps,
-        minutes=a.minutes,
-        intermediate_size=a.width,
-        rate=a.rate,
-        compute=torch.bfloat16,
-        compiled=a.compile,
-        seed=a.seed,
-        report=report,
+        pieces + 2 * own_texts(lm, docs, 64, 1000, a.seed),
+        steps=a.long_steps,
+        length=LONG,
+        batch=2,
+        rate=0.4 * a.rate,
+        start=short.tensors,
+        **options,
     )
     weights.save(a.out, Reader(model_file(bitnet_ops.language_model.DEMO_DIR)).config)
     found = measured(lm, weights, [ids[:CONTEXT] for ids in held])

@@ -53,7 +53,7 @@ class Guesses:
     def __init__(self, rng: Random, vocab: int, right: float = 0.7) -> None:
         self.rng, self.vocab, self.right, self.texts = rng, vocab, right, list[list[int]]()
 
-    def __call__(self, requests: Sequence[Request], depth: int, states: Tensor) -> list[int]:
+    def __call__(self, requests: Sequence[Request], depth: int) -> list[int]:
         return [self._of(list(request.content), depth) for request in requests]
 
     def _of(self, known: list[int], depth: int) -> int:
@@ -67,9 +67,9 @@ class Guesses:
 def guess(patch: pytest.MonkeyPatch, guesses: Guesses) -> None:
     choose = drafting.HeadDrafter._choose
 
-    def chosen(self: Any, requests: Sequence[Request], depth: int, states: Tensor) -> list[int]:
-        choose(self, requests, depth, states)  # changes nothing
-        return guesses(requests, depth, states)
+    def chosen(self: Any, requests: Sequence[Request], depth: int, logits: Tensor) -> list[int]:
+        choose(self, requests, depth, logits)  # changes nothing
+        return guesses(requests, depth)
 
     patch.setattr(drafting.HeadDrafter, "_choose", chosen)
 
@@ -161,12 +161,12 @@ def test_few_words_draft_only_these(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     propose = drafting.HeadDrafter.propose
 
-    def watched(self: Any, requests: Any, depths: Any) -> list[list[int]]:
+    def watched(self: Any, *asked: Any) -> tuple[list[list[int]], int]:
         if len(self.words.ids) > 100:
             self.words = DraftWords(model.head, 64)
-        found = propose(self, requests, depths)
+        found, depth = propose(self, *asked)
         made.extend(token for drafts in found for token in drafts)
-        return found
+        return found, depth
 
     monkeypatch.setattr(drafting.HeadDrafter, "propose", watched)
     for temperature in (0.0, 1.0):

@@ -19,7 +19,7 @@ from bitnet_ops.errors import BitNetError
 from bitnet_ops.generate.constraint import Constraint, LooksAhead
 from bitnet_ops.generate.draft_choice import Speculation, read_speculation
 from bitnet_ops.generate.draft_report import NO_DRAFTS, DraftCounts
-from bitnet_ops.generate.head_policy import HeadAcceptance
+from bitnet_ops.generate.head_acceptance import HeadAcceptance
 from bitnet_ops.generate.prompt import RowRuns, kind_of
 from bitnet_ops.generate.sampling import Sampler, SamplingParams
 from bitnet_ops.generate.speculation import Acceptance

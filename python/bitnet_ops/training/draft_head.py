@@ -17,7 +17,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -101,6 +101,7 @@ class _Keys:
 
 class _Attention(nn.Module):
     frequencies: Tensor
+    compute = torch.float32
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
@@ -147,11 +148,12 @@ class _Attention(nn.Module):
             return t[:, :, :n].repeat_interleave(groups, 1)
 
         prompt, *drafts = before
-        scores = q @ shared(prompt.k).transpose(-1, -2)
-        scores = scores + torch.full((n, n), -math.inf).triu(1)
+        kind = self.compute
+        scores = (q.to(kind) @ shared(prompt.k).to(kind).transpose(-1, -2)).to(q.dtype)
+        scores = scores + torch.full((n, n), -math.inf, dtype=q.dtype).triu(1)
         single = [(q * shared(keys.k)).sum(-1, keepdim=True) for keys in drafts]
         shares = torch.softmax(torch.cat([scores, *single], -1), -1)
-        y = shares[..., :n] @ shared(prompt.v)
+        y = (shares[..., :n].to(kind) @ shared(prompt.v).to(kind)).to(q.dtype)
         for i, keys in enumerate(drafts):
             y = y + shares[..., n + i, None] * shared(keys.v)
         if self.gated:
@@ -224,6 +226,7 @@ class DraftHead(nn.Module):
     ) -> None:
         super().__init__()
         check_has_head(config)
+        config = replace(config, draft=None)  # a head that the model has says nothing of this one
         hidden, eps = config.hidden_size, config.rms_norm_eps
         width = config.intermediate_size if intermediate_size is None else intermediate_size
         self.config, self.feed, self.digits, self.width = config, feed, digits, width
@@ -266,7 +269,7 @@ class DraftHead(nn.Module):
     def compute_on(self, dtype: torch.dtype) -> None:
         """Let matrices multiply in `dtype`; all else stays as its parameters are."""
         for module in self.modules():
-            if isinstance(module, DigitLinear):
+            if isinstance(module, DigitLinear | _Attention):
                 module.compute = dtype
 
 
@@ -363,7 +366,8 @@ class DraftHeadWeights:
         that the head was trained over. Matrices become bfloat16, which keeps their levels. Raises
         TrainingError for another config, ConvertError where the folder exists.
         """
-        if ModelConfig.from_hf(config, ignore_unknown=True) != self.config:
+        own = replace(self.config, draft=None, policies=(), sparsity=None)
+        if ModelConfig.from_hf(config, ignore_unknown=True) != own:
             raise TrainingError(
                 "draft head: expected the config.json of the model that the head was trained over, "
                 "got another one; pass its own"
