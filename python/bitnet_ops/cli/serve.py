@@ -309,7 +309,9 @@ def _load(args: argparse.Namespace) -> dict[str, LanguageModel]:
     models, mmproj = {}, args.mmproj
     for name, path in args.named.items():
         models[name] = open_model(path, args, **disk, mmproj=mmproj)
-        check_draft_head(args.speculation, models[name].model, f"serve: {name}: --speculation")
+        check_draft_head(
+            args.speculation, models[name].model, f"serve: {name}: expected --speculation"
+        )
         mmproj = None  # it is the first model's
     first = next(iter(models.values()))
     for lm in models.values():

@@ -62,6 +62,6 @@ def check_draft_head(value: Speculation, model: object, expected: str) -> None:
     if isinstance(value, str) and value == "head" and getattr(model, "draft_head", None) is None:
         raise DraftHeadError(
             f'{expected} "head" only for a model with a draft head, got one without; load it '
-            "without draft=False, or convert it again with --draft-from BASE, a checkpoint that "
-            'has mtp.* tensors; "auto" and "ngram" need none'
+            "without draft=False (--no-draft), or convert it again with --draft-from BASE, a "
+            'checkpoint that has mtp.* tensors; "auto" and "ngram" need none'
         )
