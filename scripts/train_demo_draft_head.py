@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train the head that drafts tokens for the demo model of the package, and measure it.
+"""Train the draft head for the demo model of the package, and measure it.
 
     apt-get install bible-kjv                       # public-domain text (bible-kjv-text)
     bible -f "Gen1:1-Rev22:21" > kjv.txt            # as for train_demo_model.py
