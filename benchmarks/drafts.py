@@ -15,6 +15,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ def prices(model: Decoder, repeats: int) -> None:
         began = time.perf_counter()
         step(pool, 0, _CONTEXT)
         first = time.perf_counter() - began
-        again = median_ms(lambda pool=pool: step(pool, 0, _CONTEXT), max(3, repeats // 8))
+        again = median_ms(partial(step, pool, 0, _CONTEXT), max(3, repeats // 8))
         print(f"prompt of {_CONTEXT}, {name:10} {again:8.1f} ms (first {1e3 * first:.1f})")
     counts = (1, 2, 3, 4, 6, 8)
     for count in counts:  # measured choices are made
@@ -155,8 +156,8 @@ def speeds(
     guesses = Guesses(texts, RATES[rates], vocab)
     choose = drafting.HeadDrafter._choose
 
-    def chosen(self: Any, requests: Sequence[Request], depth: int, states: Tensor) -> list[int]:
-        choose(self, requests, depth, states)
+    def chosen(self: Any, requests: Sequence[Request], depth: int, logits: Tensor) -> list[int]:
+        choose(self, requests, depth, logits)
         return guesses(requests, depth)
 
     drafting.HeadDrafter._choose = chosen  # type: ignore[method-assign]

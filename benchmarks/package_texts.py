@@ -71,15 +71,8 @@ SOURCES: dict[str, list[tuple[str, str]]] = {
 MAX_LETTERS = 1_600_000
 
 _SCRIPTS = {"hindi": "DEVANAGARI", "chinese": "CJK"}
-# the commonest words, which tell a paragraph that was not translated
-_COMMON = {
-    "english": "the is and of to in that for it with this be are you can not by as or an on from",
-    "german": "der die das und ist nicht ein eine zu den von mit sich des dem im auf werden wird "
-    "oder für sie kann als auch",
-    "french": "le la les de des du et est un une pour dans que qui en sur au pas vous ce par ou "
-    "avec sont il",
-}
-_WORDS = {language: frozenset(words.split()) for language, words in _COMMON.items()}
+# What German and French have hardly any of: a paragraph with many of them was not translated.
+_ENGLISH = frozenset("the is and of to that for it with this be are you can not by from".split())
 _HIDDEN = re.compile(r"(?s)<(script|style|head|svg|info)\b.*?</\1>")
 _BLOCKS = re.compile(r"</?(p|h\d|li|tr|title|div|br|td|pre|item|note|section)\b[^>]*>")
 _TAGS = re.compile(r"<[^>]+>")
@@ -113,8 +106,7 @@ def _is_of(language: str, line: str) -> bool:
     if language in _SCRIPTS:
         return _written_in(_SCRIPTS[language], line)
     words = re.findall(r"\w+", line.lower())
-    english = sum(word in _WORDS["english"] for word in words)
-    return english <= sum(word in _WORDS[language] for word in words)
+    return sum(word in _ENGLISH for word in words) <= 0.1 * len(words)
 
 
 def paragraphs(language: str, files: list[Path]) -> Iterator[str]:

@@ -34,8 +34,12 @@ struct Sizes {
 // The shape at which products are cut for many threads, with few rows and many columns.
 constexpr Sizes kWide{256, 8, 2, 32, 1056, ""};
 
+// What the blocks of a head that drafts have in common.
+constexpr const char* kPairs =
+    "embedding_norm=M.e state_norm=M.s fc=M.fc hidden=192 digits=3 activation_format=int8";
+
 // extras: adapters, norms inside and behind projections, two ropes, a window, an output gate, and a
-// block delta_net, behind which only some rows go on.
+// blocks delta_net and draft_keys, behind which only some rows go on.
 std::string program_text(const Sizes& s, bool extras) {
   std::ostringstream text;
   text << "model hidden=" << s.hidden << " dtype=bfloat16 eps=1e-05 linear_norm_eps=1e-06\n"
@@ -58,7 +62,9 @@ std::string program_text(const Sizes& s, bool extras) {
     text
         << "delta_net norm=D.in qkv=D.qkv z=D.z out=D.out a=D.a b=D.b conv=D.conv A_log=D.A_log "
         << "dt_bias=D.dt_bias gated_norm=D.gated key_heads=1 value_heads=3 key_dim=64 value_dim=32 "
-        << "kernel=3\n";
+        << "kernel=3\n"
+        << "draft_keys " << kPairs << " output_norm=final norm=M.in k=M.k v=M.v k_norm=M.kn "
+        << "kv_heads=" << s.kv_heads << " head_dim=" << s.dim << " rope=global\n";
   text << "head norm=final weight=embed vocab=" << kVocab << "\n";
   if (!extras) return text.str();
   // Adapters of the ranks 3 and 20 beside some projections.
@@ -77,6 +83,20 @@ std::string program_text(const Sizes& s, bool extras) {
       adapt("L" + std::to_string(i) + "." + projection);
   }
   for (const char* projection : {"D.qkv", "D.z", "D.out"}) adapt(projection);
+  return text.str();
+}
+
+// The program of a head that drafts, over the last layer of such a model's cache.
+std::string draft_text(const Sizes& s) {
+  std::ostringstream text;
+  text << "model hidden=" << s.hidden << " dtype=bfloat16 eps=1e-05\n"
+       << "rope name=global dim=" << s.dim << " inv_freq=rope.global factor=1.25\n"
+       << "draft_input " << kPairs << "\n"
+       << "attention norm=M.in q=M.q k=M.k v=M.v o=M.o heads=" << s.heads
+       << " kv_heads=" << s.kv_heads << " head_dim=" << s.dim
+       << " rope=global skip=1 digits=3 k_norm=M.kn\n"
+       << "mlp norm=M.post gate=M.gate up=M.up down=M.down width=" << s.width
+       << " activation=silu digits=3\nhead\n";
   return text.str();
 }
 
@@ -106,7 +126,7 @@ struct Model {
   // kept: of how many last tokens of the first sequence the logits are wanted, with those of the
   // second one's.
   Model(const KernelTable& kernels, int64_t per_sequence, int64_t kept, int64_t block_size,
-        bool extras, const Sizes& s = {})
+        bool extras, const Sizes& s = {}, const std::string& text = "")
       : sizes(s), tensors(kernels) {
     for (const float base : {10000.0f, 100.0f}) {
       std::vector<float> frequencies;
@@ -122,7 +142,8 @@ struct Model {
            {std::pair{"L1.o", 64}, std::pair{"D.out", 32}, std::pair{"embed", 16}})
         tensors.rotate(name, block);
     }
-    program = std::make_unique<Program>(program_text(s, extras), tensors, kernels);
+    program =
+        std::make_unique<Program>(text.empty() ? program_text(s, extras) : text, tensors, kernels);
     cut(per_sequence, kept, block_size);
     x = PlainTensors(kernels, 21).some(batch.tokens * s.hidden, 0.0f);
     batch.x = x.data();
@@ -161,8 +182,8 @@ struct Model {
       lengths.push_back(starts[s] + tokens[s]);
     }
     const int64_t layer = max_blocks(block_size) * block_size * sizes.kv_heads * sizes.dim;
-    keys.assign(at(kLayers * layer), 0.25f);
-    values.assign(at(kLayers * layer), 0.5f);
+    keys.assign(at(program->attention_layers() * layer), 0.25f);
+    values.assign(at(program->attention_layers() * layer), 0.5f);
     batch.tokens = per_sequence + 1;
     batch.positions.time = positions.data();
     batch.slots = slots.data();
@@ -195,7 +216,7 @@ struct Model {
 
   std::vector<float> step(StepState& state, int64_t id) {
     begin_states();
-    std::vector<float> logits(at(batch.logit_count * kVocab), -1.0f);
+    std::vector<float> logits(at(batch.logit_count * program->out_features()), -1.0f);
     batch.out = logits.data();
     engine::run_step(state, *program, id, batch);
     return logits;
@@ -252,6 +273,33 @@ void same_on_every_number_of_threads(const KernelTable& kernels, int64_t tokens,
     }
   }
   pool_threads = 1;
+}
+
+// Of two sequences with one token each.
+void drafts_on_every_number_of_threads(const KernelTable& kernels) {
+  StepState state;
+  pool_threads = 1;
+  const std::string text = draft_text({});
+  Model alone(scalar_kernels(), 1, 1, kCapacity, false, {}, text);
+  const std::vector<float> expected = alone.step(state, next_id());
+  CHECK(expected.size() == at(2 * Sizes{}.hidden), "rows of another size");
+  for (const int64_t threads : {1, 2, 5}) {
+    if (threads < kMinThreads) continue;
+    begin_case("%s, drafts, %d threads", kernels.name, static_cast<int>(threads));
+    pool_threads = threads;
+    Model model(kernels, 1, 1, 16, false, {}, text);
+    CHECK(equal(model.step(state, next_id()), expected), "other rows");
+  }
+  // Position 0 has no pair, and what lies there is not read.
+  pool_threads = 1;
+  Model other(kernels, 1, 1, kCapacity, false, {}, text);
+  const int64_t heads = other.sizes.kv_heads, row = heads * kCapacity * other.sizes.dim;
+  for (int64_t s = 0; s < 2; ++s) {
+    const int64_t block = other.blocks[at(s * other.batch.sequences.table_stride)];
+    for (int64_t h = 0; h < heads; ++h)
+      other.keys[at(block * row + h * kCapacity * other.sizes.dim)] = NAN;
+  }
+  CHECK(equal(other.step(state, next_id()), expected), "a pair at position 0 was read");
 }
 
 // More threads than CPUs, so that a thread may lose its CPU anywhere: parts of K are added up by
@@ -336,6 +384,11 @@ TEST(wrong_programs_are_rejected_by_line_and_key) {
       {with("window=7", "top_k=1.5"), "key top_k of line 6 (attention) above 0 and at most 1"},
       {with("window=7", "threshold=0"), "key threshold of line 6 (attention) above 0"},
       {with("window=7", "max_ratio=0.5"), "key min_ratio of line 6 (attention) to be given"},
+      {with("sinks=2", "skip=1"), "key skip of line 6 (attention) without a window and a choice"},
+      {with("hidden=192 digits=3", "hidden=191 digits=3"),
+       "key hidden of line 9 (draft_keys) from"},
+      {with("digits=3", "digits=5"), "key digits of line 9 (draft_keys) from 1 to 4, got 5"},
+      {with(" fc=M.fc", ""), "key fc of line 9 (draft_keys) to be given, got nothing"},
       {with("sinks=2", "top_k=0.5"), "key window of line 6 (attention) without a choice of pages"},
       {with("scale=0.177", "scale=inf"), "key scale of line 4 (attention) a finite number"},
       {with("q=L0.q", "q=L0.k"), "with a projection of its own, got L0.k again"},
@@ -351,8 +404,7 @@ TEST(wrong_programs_are_rejected_by_line_and_key) {
       {with("activation=relu2", "activation=relu2 min_ratio=0.6 max_ratio=0.5"),
        "key min_ratio of line 5 (mlp) at most max_ratio"},
       {with("width=456", "width=0"), "key width of line 5 (mlp) from 1 to 4194304, got 0"},
-      {with("mlp norm=L0", "moe norm=L0"),
-       "one of model, rope, lora, attention, delta_net, mlp, head, got m"},
+      {with("mlp norm=L0", "moe norm=L0"), "delta_net, mlp, draft_keys, draft_input, head, got m"},
       {with("activation=relu2", "activation=relu2 activation_format=int8_group"),
        "key activation_format of line 5 (mlp) int8, for no projection of the line has scales"},
       {with("output_gate=1", "output_gate=2"), "key output_gate of line 6 (attention) from 0 to 1"},
@@ -371,15 +423,15 @@ TEST(wrong_programs_are_rejected_by_line_and_key) {
            "delta_net norm=E.in qkv=E.qkv z=E.z out=E.out a=E.a b=E.b conv=E.conv A_log=E.A "
            "dt_bias=E.d gated_norm=E.g key_heads=1 value_heads=3 key_dim=32 value_dim=32 kernel=3\n"
            "head norm=final"),
-       "key key_heads of line 9 (delta_net) and all sizes of a state as of the first such block"},
-      {with("vocab=70", "vocab=0"), "key vocab of line 9 (head) from 1"},
-      {with(" vocab=70", ""), "key vocab of line 9 (head) to be given, got nothing"},
-      {with(" weight=embed", ""), "line 9 (head) of the program with keys that it"},
+       "key key_heads of line 10 (delta_net) and all sizes of a state as of the first such block"},
+      {with("vocab=70", "vocab=0"), "key vocab of line 10 (head) from 1"},
+      {with(" vocab=70", ""), "key vocab of line 10 (head) to be given, got nothing"},
+      {with(" weight=embed", ""), "line 10 (head) of the program with keys that it"},
       {with("head norm", "# norm"), "ends with a line head, got none"},
       {good + "mlp norm=a\n", "nothing but lines lora behind the head, got line"},
       {with("projection=L0.q ", "projection=L9.q "), "one of a block above, got L9.q"},
-      {with("adapter=0", "adapter=-1"), "key adapter of line 10 (lora) from 0 to 4095, got -1"},
-      {with("adapter=1", "adapter=0"), "key projection of line 11 (lora) once for each adapter"},
+      {with("adapter=0", "adapter=-1"), "key adapter of line 11 (lora) from 0 to 4095, got -1"},
+      {with("adapter=1", "adapter=0"), "key projection of line 12 (lora) once for each adapter"},
       {good.substr(0, good.find("head norm")), "ends with a line head, got none"},
   };
   for (const auto& [text, words] : cases) {
@@ -468,6 +520,12 @@ void zeros_are_left_out(const KernelTable& kernels, const Sizes& dense, const ch
   pool_threads = 1;
 }
 
+TEST(drafts_on_every_number_of_threads) {
+  begin_threads();
+  for (const KernelTable* kernels : tables_under_test())
+    drafts_on_every_number_of_threads(*kernels);
+}
+
 TEST(zeros_are_left_out) {
   begin_threads();
   for (const KernelTable* kernels : tables_under_test()) {
@@ -490,7 +548,7 @@ TEST(bits_are_those_of_every_build) {
     uint64_t logits, keys, values;
   };
   constexpr Sums kPlain{0x7235a5fd71fe3c19, 0x20cb068947091421, 0x065b67454d85cdbf};
-  constexpr Sums kExtras{0x1ee832d4a7aaddc4, 0x0ac6b0ee934d83b6, 0x19fe07496ebcc86d};
+  constexpr Sums kExtras{0x11babbe64c10e8c9, 0x1d551de0c1208459, 0xbe680f05cb105e1b};
   for (const KernelTable* kernels : tables_under_test()) {
     for (const bool extras : {false, true}) {
       begin_case("%s, %s", kernels->name, extras ? "extras" : "plain");

@@ -33,6 +33,7 @@ from bitnet_ops.generate.chat import (
     without_oldest_turn,
 )
 from bitnet_ops.generate.constraint import Constraint, Thoughts
+from bitnet_ops.generate.draft_choice import check_draft_head
 from bitnet_ops.generate.engine import Engine, Limits, Run, check_adapter, token_ids
 from bitnet_ops.generate.grammar import Grammars
 from bitnet_ops.generate.images import NO_TOWER, Images, open_images, picture_file
@@ -517,6 +518,7 @@ class LanguageModel:
                 f"{call}: expected a model with an output head, got an embedding model; use embed"
             )
         wanted = parse_options(call, options, self.stop_ids)
+        check_draft_head(wanted.max_drafts, self.model, f"{call}: expected speculation")
         check_adapter(self.model, wanted.adapter)
         if wanted.json_schema is not None:
             self.grammars.schema(wanted.json_schema, f"{call}: json_schema")

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from bitnet_ops import language_model, machine
-from bitnet_ops.cli import _parse, main
+from bitnet_ops.cli import _parse, main, serve
 from bitnet_ops.cli.generate import looks_like_a_model, open_model
 from bitnet_ops.cli.terminal import TextError, checked
+from bitnet_ops.generate.draft_choice import DraftHeadError
 from bitnet_ops.generate.engine_core import EngineCore
 from bitnet_ops.language_model import DEMO_DIR
 from isa_control import torch_threads
@@ -283,7 +284,7 @@ def test_the_last_line_and_json_say_how_many_drafts_were_right(
         (["chat", "x", "--speculation", "0"], False),
         (["embed", "x", "y"], False),
     ],
-    ids=" ".join,
+    ids=str,
 )
 def test_a_draft_head_is_read_where_it_may_be_used(
     words: list[str], read: bool, monkeypatch: pytest.MonkeyPatch
@@ -299,6 +300,13 @@ def test_a_draft_head_is_read_where_it_may_be_used(
     args = _parse(words)
     with pytest.raises(Loaded):
         open_model("x", args)
+
+
+def test_a_server_of_a_model_without_a_draft_head_does_not_begin_with_one(model: str) -> None:
+    args = _parse(["serve", model, "--model", "b=my-demo", "--speculation", "head"])
+    expected = r'^serve: my-demo: expected --speculation "head" only .* got one without; load it'
+    with pytest.raises(DraftHeadError, match=expected):
+        serve._load(args)
 
 
 # Every draft is a head's, and wrong.

@@ -196,7 +196,7 @@ def test_a_model_with_a_head_that_drafts(tmp_path: Path) -> None:
             one.engine.generate([[5, 6, 7]], limits=Limits(8))[0] for one in (lm, plain)
         )
         assert first.token_ids == second.token_ids
-    with pytest.raises(ValueError, match="with a head that drafts tokens, got 'tiny'"):
+    with pytest.raises(ValueError, match="with a draft head, got 'tiny'"):
         dummy.draft_head("tiny")
 
 

@@ -1,4 +1,4 @@
-"""What commands say of a model file with a head that drafts tokens, and what conversions cost."""
+"""What commands say of a model file with a draft head, and what conversions cost."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ def converted(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     proof = report.verification
     assert proof is not None and proof["failures"] == []
     assert proof["draft"]["tensors"] == 15 and 0.4 < proof["draft"]["largest_error"] <= 0.501
-    assert "; head that drafts tokens: 15 tensors, a weight off by 0.5 of the step" in "\n".join(
-        report.lines()
-    )
+    assert "; draft head: 15 tensors, a weight off by 0.5 of the step" in "\n".join(report.lines())
     return out
 
 
@@ -61,7 +59,7 @@ def test_inspect_says_one_line_of_a_head(
                                 (converted, "of these", "the file")):  # fmt: skip
         (line,) = [line for line in said(capsys, "inspect", path) if "draft" in line]
         assert line == (
-            f"drafts     15 tensors {where}, {WEIGHTS:,} weights: a head that drafts tokens, from "
+            f"drafts     15 tensors {where}, {WEIGHTS:,} weights: a draft head, from "
             f"{origin} (MLP 384, fed after its norm, 7 of them rotated)"
         )
     rows = {row["name"]: row for row in inspect(converted)["tensors"]}
@@ -78,7 +76,7 @@ def test_inspect_says_why_layers_are_no_head(tmp_path: Path) -> None:
         report = inspect(path)
         assert report["draft"] is None
         assert f"tensors left out: {count} of layers that draft tokens" in report["remarks"]
-        assert any(r.startswith("no head that drafts tokens: expected") for r in report["remarks"])
+        assert any(r.startswith("no draft head: expected") for r in report["remarks"])
 
 
 def test_a_conversion_differs_from_its_source_in_nothing_that_is_compared(
@@ -87,14 +85,14 @@ def test_a_conversion_differs_from_its_source_in_nothing_that_is_compared(
     found = diff(bundle, converted)
     assert found["tensors"] == found["only_a"] == found["only_b"] == []
     assert found["draft"] == [True, True] and not found["draft_compared"] and found["equal"]
-    assert any("heads that draft tokens in both, not compared" in line for line in lines(found))
+    assert any("draft heads in both, not compared" in line for line in lines(found))
     convert(converted, tmp_path / "copy")
     copied = diff(converted, tmp_path / "copy")
     assert copied["equal"] and copied["draft_compared"]
     convert(converted, tmp_path / "bare", draft=False)
     without = diff(converted, tmp_path / "bare")
     assert not without["equal"] and len(without["only_a"]) == 15 and without["only_b"] == []
-    assert "a head that drafts tokens in a alone" in lines(without)
+    assert "a draft head in a alone" in lines(without)
 
 
 def test_verify_compares_the_head(bundle: Path, converted: Path, tmp_path: Path) -> None:
@@ -102,8 +100,8 @@ def test_verify_compares_the_head(bundle: Path, converted: Path, tmp_path: Path)
     assert found["failures"] == [] and found["draft"]["tensors"] == 15
     other = mtp.write_bundle(tmp_path / "other", MADE, mtp.make(MADE, seed=1), rotated=True)
     failures = verify(converted, other)["verification"]["failures"]
-    assert any("a weight of the head that drafts tokens off by" in failure for failure in failures)
-    assert any("norms of the head that drafts tokens differ" in failure for failure in failures)
+    assert any("a weight of the draft head off by" in failure for failure in failures)
+    assert any("norms of the draft head differ" in failure for failure in failures)
 
 
 def test_verify_of_a_grafted_head_asks_for_its_base(tmp_path: Path) -> None:
@@ -138,13 +136,13 @@ def test_a_proof_sees_a_head_that_is_off(bundle: Path, converted: Path, tmp_path
                     k = info.in_features
                     writer.add_packed(name, data, scales.to(info.scale_dtype), k, info.group_size)
             report = verify(file, bundle)["verification"]
-            failing = [line for line in report["failures"] if "head that drafts" in line]
+            failing = [line for line in report["failures"] if "draft head" in line]
             assert len(failing) == (broken is not None), failing
 
 
 def test_an_export_says_that_the_head_was_left_out(converted: Path, tmp_path: Path) -> None:
     report = export_gguf(converted, tmp_path / "out.gguf", type="pq2_0", tokenizer=False)
-    assert any(r.startswith("the head that drafts tokens was left out") for r in report.remarks)
+    assert any(r.startswith("the draft head was left out") for r in report.remarks)
     convert(tmp_path / "out.gguf", tmp_path / "back", tokenizer="none")
     assert read_draft_head(tmp_path / "back") is None
     with Reader(converted / "model.bin") as ours, Reader(tmp_path / "back" / "model.bin") as back:
@@ -159,7 +157,7 @@ def test_the_command_takes_the_options(tmp_path: Path, capsys: pytest.CaptureFix
     base = mtp.write_base(tmp_path / "base", made, HEAD)
     done = said(capsys, "convert", source, tmp_path / "out", "--draft-from", base,
                 "--draft-feed", "before")  # fmt: skip
-    assert any("a head that drafts tokens, from base: " in line for line in done)
+    assert any("a draft head, from base: " in line for line in done)
     found = read_draft_head(tmp_path / "out")
     assert found is not None and found[0].feed == "before"
     said(capsys, "convert", tmp_path / "out", tmp_path / "bare", "--no-draft")
@@ -230,7 +228,7 @@ def test_a_head_that_is_not_whole_is_one_line(converted: Path, tmp_path: Path, c
         read_draft_head(file)
     assert "\n" not in str(raised.value) and "convert the model again" in str(raised.value)
     report = convert(file, tmp_path / "copy")
-    assert any(r.startswith("no head that drafts tokens: expected") for r in report.remarks)
+    assert any(r.startswith("no draft head: expected") for r in report.remarks)
     assert read_draft_head(tmp_path / "copy") is None
 
 

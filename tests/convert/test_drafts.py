@@ -1,9 +1,10 @@
-"""Heads that draft tokens: every form of their files against the fixture of helpers/mtp.py."""
+"""Draft heads: every form of their files against the fixture of helpers/mtp.py."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import re
 from collections.abc import Callable
 from functools import partial
@@ -13,13 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import hybrids
 import mtp
 from bitnet_ops import ops
 from bitnet_ops.config.draft import DraftConfig
+from bitnet_ops.config.draft_shapes import draft_shapes
 from bitnet_ops.convert import ConvertError, convert
 from bitnet_ops.convert.report import ConvertReport
+from bitnet_ops.dummy import model as dummy
+from bitnet_ops.dummy.configs import CONFIGS
 from bitnet_ops.formats.sglbitnt import Reader
 from bitnet_ops.language_model import load
 from bitnet_ops.loading.draft import read_draft_head
@@ -132,6 +137,12 @@ def compare(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> No
         assert (np.abs(level - np.rint(level)) < 1e-4).all() and (np.abs(level) < 13.5).all(), name
 
 
+def compare_but(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], zeros: str) -> None:
+    """The same, but for one matrix of zeros, whose groups have no step."""
+    assert not found.pop(zeros).any() and not expected.pop(zeros).any()
+    compare(found, expected)
+
+
 def trunk_bytes(folder: Path) -> dict[str, bytes]:
     with Reader(folder / "model.bin") as reader:
         return {n: bytes(reader.memory(n)) for n in reader.tensors if not n.startswith("mtp.")}
@@ -150,7 +161,7 @@ def test_a_head_is_taken_without_asking(tmp_path: Path, form: str) -> None:
     assert config == DraftConfig(made.sizes.inter, rotated=tuple(rotated), origin=origin)
     said = [remark for remark in report.remarks if "draft" in remark]
     assert len(said) == (2 if form == "mlx-raw" else 1)
-    assert said[-1].startswith(f"a head that drafts tokens, from {origin}: ")
+    assert said[-1].startswith(f"a draft head, from {origin}: ")
     assert report.tensors == len(hybrids.converted(made)) + 15
     # the text model is the same one without the head, to the bit, and loads as ever
     run(source, tmp_path / "without", draft=False)
@@ -182,7 +193,7 @@ def test_a_head_is_taken_from_a_base_model(tmp_path: Path, base: str) -> None:
     compare(found, values(made, head))
     assert config == DraftConfig(made.sizes.inter, origin=given.name)
     (said,) = [remark for remark in report.remarks if "draft" in remark]
-    assert said.startswith(f"a head that drafts tokens, from {given.name}: ")
+    assert said.startswith(f"a draft head, from {given.name}: ")
 
 
 def test_of_a_base_in_shards_those_of_the_head_are_enough(tmp_path: Path) -> None:
@@ -263,10 +274,11 @@ def test_a_base_of_another_model_is_rejected(tmp_path: Path, write: Callable[...
     made = trunk("plain")
     source = mtp.write_mlx(tmp_path / "source", made, None)
 
-    def rejected(base: Path, message: str) -> None:
+    def rejected(base: Path, message: str, code: str = "draft-pair") -> None:
         with pytest.raises(ConvertError, match=re.escape(message)) as raised:
             run(source, tmp_path / "out", draft_from=base)
-        assert "\n" not in str(raised.value) and not (tmp_path / "out").exists()
+        assert raised.value.code == code and "\n" not in str(raised.value)
+        assert not (tmp_path / "out").exists()
 
     for number, (change, message) in enumerate({
         "hidden": "expected hidden_size 256 in {}, as this model's, got 512",
@@ -280,7 +292,8 @@ def test_a_base_of_another_model_is_rejected(tmp_path: Path, write: Callable[...
     head = mtp.make(made)
     del head.norms["mtp.norm"], head.matrices["mtp.fc"]
     if write is mtp.write_base:
-        rejected(write(tmp_path / "part", made, head), "got no mtp.fc.weight, mtp.norm.weight")
+        rejected(write(tmp_path / "part", made, head), "got no mtp.fc.weight, mtp.norm.weight",
+                 "draft-tensors")  # fmt: skip
 
 
 def test_a_base_without_a_head_is_rejected(tmp_path: Path) -> None:
@@ -289,9 +302,11 @@ def test_a_base_without_a_head_is_rejected(tmp_path: Path) -> None:
     plain = hybrids.write_unpacked(tmp_path / "flat", made)
     bases = [plain, hybrids.write_gguf(tmp_path / "g", made), tmp_path / "nowhere"]
     run(bases[0], tmp_path / "converted")
-    for base in [*bases, tmp_path / "converted"]:
-        with pytest.raises(ConvertError, match="expected a (layer that drafts|base model)"):
+    codes = ["draft-none", "draft-none", "draft-base", "draft-none"]
+    for base, code in zip([*bases, tmp_path / "converted"], codes, strict=True):
+        with pytest.raises(ConvertError, match="expected a (layer that|base model)") as raised:
             run(source, tmp_path / "out", draft_from=base)
+        assert raised.value.code == code
     assert not (tmp_path / "out").exists()
 
 
@@ -324,6 +339,49 @@ def test_tokens_are_compared_one_by_one(tmp_path: Path) -> None:
     unused = mtp.write_bundle(tmp_path / "unused", made, head, **listed, **kinds)
     run(source, tmp_path / "four", draft_from=unused)
     assert read_draft_head(tmp_path / "four") is not None
+
+
+def test_a_head_that_was_trained_ternary_keeps_its_values_in_one_digit(tmp_path: Path) -> None:
+    made, head = trunk("plain"), head_of("plain")
+    ternary = Head({}, head.norms)
+    for name, matrix in head.matrices.items():
+        groups = matrix.reshape(len(matrix), -1, 128)
+        size = np.abs(groups).mean(axis=2, keepdims=True)
+        ternary.matrices[name] = (np.clip(np.rint(groups / size), -1, 1) * size).reshape(
+            matrix.shape
+        )
+    run(mtp.write_hf(tmp_path / "source", made, ternary), tmp_path / "out", verify=True)
+    found = read_draft_head(tmp_path / "out")
+    assert found is not None and found[0].digits == 1
+    for name, matrix in ternary.matrices.items():
+        stored_matrix = found[1][f"{name}.weight"]
+        assert not isinstance(stored_matrix, torch.Tensor)
+        assert np.array_equal(stored_matrix.dequantize().numpy(), matrix)
+    run(tmp_path / "out", tmp_path / "copy")
+    copied = read_draft_head(tmp_path / "copy")
+    assert copied is not None and copied[0].digits == 1
+    ternary.matrices["mtp.fc"] = head.matrices["mtp.fc"]  # one that is not
+    run(mtp.write_hf(tmp_path / "mixed", made, ternary), tmp_path / "three")
+    compare(drafted(tmp_path / "three")[1], mtp.plain(ternary))
+
+
+def test_a_head_of_a_model_with_sub_norms_has_them(tmp_path: Path) -> None:
+    """Distilled ones; a model without norms that multiply by 1 + w takes them as they lie."""
+    file = dummy.write("tiny-draft", tmp_path / "trunk")
+    model = dummy.config("tiny-draft")
+    base = tmp_path / "base"
+    base.mkdir()
+    shapes = draft_shapes(model, 448)
+    assert f"{LAYER}self_attn.attn_sub_norm.weight" in shapes
+    generator = torch.Generator().manual_seed(3)
+    tensors = {n: torch.randn(shape, generator=generator) for n, shape in shapes.items()}
+    save_file(tensors, base / "model.safetensors")
+    config = {k: v for k, v in CONFIGS["tiny"].items() if k != "bitnet_ops"}
+    (base / "config.json").write_text(json.dumps(config))
+    run(file.parent, tmp_path / "out", draft_from=base)
+    config_found, found = drafted(tmp_path / "out")
+    compare(found, {name: tensor.double().numpy() for name, tensor in tensors.items()})
+    assert config_found == DraftConfig(448, origin="base")
 
 
 # Heads that stay behind ---------------------------------------------------------------------------
@@ -395,7 +453,7 @@ def test_a_head_of_another_kind_stays_behind(tmp_path: Path, case: str) -> None:
     made = trunk("plain")
     source = write(tmp_path / "source", made, head_of("plain"))
     report = run(source, tmp_path / "out")
-    (said,) = [remark for remark in report.remarks if remark.startswith("no head that drafts")]
+    (said,) = [remark for remark in report.remarks if remark.startswith("no draft head")]
     assert reason in said and "\n" not in said
     assert any("left out" in r and "of layers that draft tokens" in r for r in report.remarks)
     assert read_draft_head(tmp_path / "out") is None
@@ -403,8 +461,59 @@ def test_a_head_of_another_kind_stays_behind(tmp_path: Path, case: str) -> None:
     with pytest.raises(ConvertError, match=re.escape(reason)) as raised:
         run(source, tmp_path / "never", draft_from=source)
     assert raised.value.code.startswith("draft-") and not (tmp_path / "never").exists()
-    with pytest.raises(ConvertError, match="expected a head that drafts tokens for --draft-feed"):
+    with pytest.raises(ConvertError, match="a draft head for --draft-feed") as raised:
         run(source, tmp_path / "never", draft_feed="before")
+    assert raised.value.code == "draft-feed"
+
+
+def test_an_mlp_of_another_width_is_the_head_s_own(tmp_path: Path) -> None:
+    made = trunk("rotated")
+    head = mtp.make(made, inter=512)
+    run(mtp.write_bundle(tmp_path / "source", made, head), tmp_path / "out")
+    config, found = drafted(tmp_path / "out")
+    assert config == DraftConfig(512, origin="the file") and made.sizes.inter == 384
+    compare(found, mtp.gguf_values(made, head))
+
+
+def test_a_rotation_that_the_model_does_not_have_stays_behind(tmp_path: Path) -> None:
+    """Of a width without signs, of fc, of unrotated models' bundles there is none."""
+    made, head = trunk("rotated"), head_of("rotated")
+    _, names = hybrids.gguf_metadata(made)["prism.hadamard.weight_names"]
+
+    def listing(*inner: str) -> dict[str, Any]:
+        own = [f"blk.4.{name}.weight" for name in inner]
+        return {"prism__hadamard__weight_names": ("[str]", [*names, *own])}
+
+    sources = {
+        "names of matrices of the file that may be rotated": mtp.write_bundle(
+            tmp_path / "fc", made, head, **listing("nextn.eh_proj")
+        ),
+        "with the width 512 of a listed matrix": mtp.write_bundle(
+            tmp_path / "width", made, mtp.make(made, inter=512), **listing("ffn_down")
+        ),
+    }
+    for number, (reason, source) in enumerate(sources.items()):
+        report = run(source, tmp_path / f"out{number}")
+        (said,) = [remark for remark in report.remarks if remark.startswith("no draft head")]
+        assert reason in said and "prism.hadamard." in said
+        assert load(tmp_path / f"out{number}").model.config.rotation is not None
+
+
+def test_a_type_that_another_package_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that is missing the model converts all the same, and says what to install."""
+    made, head = trunk("plain"), head_of("plain")
+    other = ("blk.4.ffn_up.weight", (384, 256), 2, bytes(384 * 256 // 32 * 18))  # Q4_0
+    source = mtp.write_bundle(
+        tmp_path / "source", made, head, without=("blk.4.ffn_up.weight",), last=[other]
+    )
+    run(source, tmp_path / "out")
+    expected = mtp.gguf_values(made, head)
+    expected[f"{LAYER}mlp.up_proj.weight"] *= 0
+    compare_but(drafted(tmp_path / "out")[1], expected, f"{LAYER}mlp.up_proj.weight")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    report = run(source, tmp_path / "bare")
+    (said,) = [remark for remark in report.remarks if remark.startswith("no draft head")]
+    assert "got Q4_0, which the gguf package reads (pip install" in said
 
 
 def test_a_norm_that_a_file_lacks_is_that_of_the_output(tmp_path: Path) -> None:
@@ -446,8 +555,8 @@ def test_damaged_values_are_rejected_and_leave_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"draft": False, "draft_feed": "after"}, "expected a head that drafts tokens, or none"),
-        ({"draft": False, "draft_from": "base"}, "expected a head that drafts tokens, or none"),
+        ({"draft": False, "draft_feed": "after"}, "expected a draft head, or none"),
+        ({"draft": False, "draft_from": "base"}, "expected a draft head, or none"),
         ({"draft_feed": "between"}, "expected draft_feed after or before, got 'between'"),
         ({"draft_from": "base", "format_version": 1}, "expected version 2 of model.bin"),
     ],

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from bitnet_ops import LanguageModel, load
+from bitnet_ops.generate.draft_choice import Source
 from bitnet_ops.generate.draft_report import NO_DRAFTS, DraftCounts, HeadReport, Verified
 from bitnet_ops.generate.engine import Event, Finished, Limits, NewToken
 from bitnet_ops.generate.scheduler import PlannedStep, Scheduler
-from bitnet_ops.generate.speculation import Source
 from paged_fake import VOCAB, FakeEngine, FakeModel, periodic
 
 PROMPT = list(range(VOCAB)) * 2  # goes on from its beginning, as `periodic` does

@@ -21,6 +21,7 @@ from torch import Tensor
 import bitnet_ops
 import bitnet_ops.generate.engine_memory as engine_memory
 from bitnet_ops import _runtime, machine
+from bitnet_ops.generate.draft_choice import DraftHeadError
 from bitnet_ops.generate.engine import (
     Engine,
     Event,
@@ -33,7 +34,6 @@ from bitnet_ops.generate.engine import (
     SchedulerOptions,
 )
 from bitnet_ops.generate.sampling import SamplingError
-from bitnet_ops.generate.speculation import DraftHeadError
 from bitnet_ops.models import Decoder
 from bitnet_ops.models.step_batch import StepBatch
 from bitnet_ops.nn.kv_config import KV_DTYPES, bytes_of_block

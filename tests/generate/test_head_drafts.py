@@ -6,6 +6,7 @@ what will come take their place.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -17,12 +18,15 @@ import pytest
 import torch
 from torch import Tensor
 
+import bitnet_ops
+from bitnet_ops import LanguageModel
 from bitnet_ops.generate import drafting, scheduler
 from bitnet_ops.generate.engine import Engine, Limits, SamplingParams, SchedulerOptions
 from bitnet_ops.generate.request import Request
 from bitnet_ops.generate.sampling import Sampler
 from bitnet_ops.models import Decoder
 from bitnet_ops.models.draft_words import DraftWords
+from bitnet_ops.nn.lora import Adapter, LoraError, LoraWeight
 from draft_oracle import RandomHead
 from engine_schedules import Form, alone, run_schedule
 from hybrid_models import hybrid
@@ -53,7 +57,7 @@ class Guesses:
     def __init__(self, rng: Random, vocab: int, right: float = 0.7) -> None:
         self.rng, self.vocab, self.right, self.texts = rng, vocab, right, list[list[int]]()
 
-    def __call__(self, requests: Sequence[Request], depth: int, states: Tensor) -> list[int]:
+    def __call__(self, requests: Sequence[Request], depth: int) -> list[int]:
         return [self._of(list(request.content), depth) for request in requests]
 
     def _of(self, known: list[int], depth: int) -> int:
@@ -67,9 +71,9 @@ class Guesses:
 def guess(patch: pytest.MonkeyPatch, guesses: Guesses) -> None:
     choose = drafting.HeadDrafter._choose
 
-    def chosen(self: Any, requests: Sequence[Request], depth: int, states: Tensor) -> list[int]:
-        choose(self, requests, depth, states)  # changes nothing
-        return guesses(requests, depth, states)
+    def chosen(self: Any, requests: Sequence[Request], depth: int, logits: Tensor) -> list[int]:
+        choose(self, requests, depth, logits)  # changes nothing
+        return guesses(requests, depth)
 
     patch.setattr(drafting.HeadDrafter, "_choose", chosen)
 
@@ -161,12 +165,12 @@ def test_few_words_draft_only_these(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     propose = drafting.HeadDrafter.propose
 
-    def watched(self: Any, requests: Any, depths: Any) -> list[list[int]]:
+    def watched(self: Any, *asked: Any) -> tuple[list[list[int]], int]:
         if len(self.words.ids) > 100:
             self.words = DraftWords(model.head, 64)
-        found = propose(self, requests, depths)
+        found, depth = propose(self, *asked)
         made.extend(token for drafts in found for token in drafts)
-        return found
+        return found, depth
 
     monkeypatch.setattr(drafting.HeadDrafter, "propose", watched)
     for temperature in (0.0, 1.0):
@@ -190,3 +194,79 @@ def test_a_model_without_recurrent_layers_needs_no_checkpoints() -> None:
         engine.generate([[*prompt[:shared], 200, 201, 202]], SamplingParams(), Limits(2))
         assert engine.stats().reused_tokens - before == shared
     assert engine.stats().checkpoints == engine.stats().state_slots == 0
+
+
+# The demo model, which ships with a head ----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def demo() -> LanguageModel:
+    return bitnet_ops.load()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"json_schema": {"type": "object", "properties": {"name": {"enum": ["Moses", "Aaron"]}}}},
+        {"stop": ["the LORD"], "temperature": 0.0},
+        {"temperature": 0.6, "seed": 3, "top_p": 0.9},
+        {"temperature": 1.0, "seed": 4, "frequency_penalty": 0.5},
+        {"temperature": 0.7, "seed": 5, "repetition_penalty": 1.2, "min_p": 0.05},
+    ],
+    ids=["schema", "stop", "top-p", "frequency", "repetition"],
+)
+def test_texts_of_the_demo_are_those_without_drafts(
+    demo: LanguageModel, options: dict[str, Any]
+) -> None:
+    for prompt in ("And the LORD said unto Moses", "In the beginning", "Psalm 1\n"):
+        texts = [
+            str(demo.generate(prompt, max_new_tokens=48, speculation=how, **options))
+            for how in ("off", "head", "auto", 3)
+        ]
+        assert len(set(texts)) == 1, texts
+
+
+def test_the_head_of_the_demo_is_often_right(demo: LanguageModel) -> None:
+    """Of text that it was not trained on, more than half of the first drafts are right."""
+    before = demo.engine.stats().drafts.head
+    for seed, prompt in enumerate(("Genesis 1\n", "And he said", "The children of")):
+        demo.generate(prompt, max_new_tokens=100, speculation=1, temperature=0.7, seed=seed)
+    after = demo.engine.stats().drafts.head
+    drafted, right = after.drafted - before.drafted, after.accepted - before.accepted
+    assert drafted > 60 and right > 0.5 * drafted
+
+
+def adapter_of(model: Decoder, name: str) -> Adapter:
+    layer = model.get_submodule(name)
+    a = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(1))
+    b = torch.randn(layer.out_features, 3, generator=torch.Generator().manual_seed(2))
+    return Adapter(Path("made"), 3, {name: LoraWeight(0.4 * a, 0.4 * b, 0.4)})
+
+
+def test_adapters_draft_with_the_head_too(demo: LanguageModel) -> None:
+    model = copy.deepcopy(demo.model)
+    model.add_adapter(adapter_of(model, "model.layers.2.mlp.up_proj"), "mine")
+    with pytest.raises(LoraError, match="got one of its draft head"):
+        model.add_adapter(adapter_of(model, "mtp.layers.0.mlp.up_proj"), "other")
+    prompts = [[0, 17, 30, 17, 30, 5], [0, 40, 41, 42]]
+    params = SamplingParams(temperature=0.7, seed=2)
+    for adapter in (None, "mine"):
+        found = []
+        for drafts in (0, 3):
+            run = Engine(model).start(
+                prompts, params, Limits(30), max_drafts=drafts, adapter=adapter
+            )
+            for _ in run:
+                pass
+            found.append([list(g.token_ids) for g in run.generations])
+        assert found[0] == found[1]
+
+
+def test_logprobs_are_those_without_drafts(demo: LanguageModel) -> None:
+    params, found = SamplingParams(temperature=0.7, seed=2, logprobs=3), []
+    for drafts in (0, 3):
+        run = Engine(demo.model).start([[0, 17, 30]], params, Limits(30), max_drafts=drafts)
+        for _ in run:
+            pass
+        found.append(run.generations[0].logprobs)
+    assert found[0] == found[1] and len(found[0]) == 30

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from bitnet_ops.generate.draft_choice import MAX_DRAFTS
 from bitnet_ops.generate.engine import Engine
 from bitnet_ops.generate.request import Limits
 from bitnet_ops.generate.sampling import SamplingParams
 from bitnet_ops.generate.scheduler import SchedulerOptions
-from bitnet_ops.generate.speculation import MAX_DRAFTS
 from bitnet_ops.models import Decoder
 from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.kv_config import CacheCapacityError, kept_of

@@ -23,6 +23,7 @@ import bitnet_ops
 from bitnet_ops.config import UnsupportedModelError
 from bitnet_ops.convert import convert
 from bitnet_ops.formats.sglbitnt import SglbitntError, Writer
+from bitnet_ops.generate.draft_choice import DraftHeadError
 from bitnet_ops.generate.engine_thread import EngineThread
 from bitnet_ops.generate.grammar import GrammarError
 from bitnet_ops.generate.request import ClosedError
@@ -354,6 +355,19 @@ def test_logprobs_come_from_every_way_to_generate(demo: LanguageModel) -> None:
     stream.read()
     assert stream.generation.logprobs == alone[1]
     assert demo.generate("And", max_new_tokens=6).logprobs == []
+
+
+def test_a_draft_head_that_is_missing_is_named_before_anything_runs(demo: LanguageModel) -> None:
+    expected = r'^{}: expected speculation "head" only for a model with a draft head, got one with'
+    calls = {
+        "generate": lambda: demo.generate("In the", speculation="head"),
+        "stream": lambda: demo.stream("In the", speculation="head"),
+        "generate_batch": lambda: demo.generate_batch(["In the"], speculation="head"),
+        "chat": lambda: demo.chat(speculation="head"),
+    }
+    for name, call in calls.items():
+        with pytest.raises(DraftHeadError, match=expected.format(name)):
+            call()
 
 
 @pytest.mark.parametrize("how", ["auto", "ngram", 1, 7])

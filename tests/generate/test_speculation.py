@@ -17,16 +17,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bitnet_ops.generate.draft_choice import MAX_DRAFTS, Speculation, read_speculation
 from bitnet_ops.generate.engine import Finished, Limits, NewToken, SamplingParams
 from bitnet_ops.generate.request import Request
-from bitnet_ops.generate.speculation import (
-    MAX_DRAFTS,
-    Acceptance,
-    Speculation,
-    StepCosts,
-    propose,
-    read_speculation,
-)
+from bitnet_ops.generate.speculation import Acceptance, StepCosts, propose
 from bitnet_ops.models.step_batch import StepBatch
 from paged_fake import VOCAB, FakeEngine, FakeModel, periodic
 

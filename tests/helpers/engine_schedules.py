@@ -17,12 +17,12 @@ from typing import Any, TypeAlias
 import pytest
 
 from bitnet_ops.generate import scheduler
+from bitnet_ops.generate.draft_choice import MAX_DRAFTS
 from bitnet_ops.generate.engine import Engine
 from bitnet_ops.generate.prompt import PromptRows, split_prompt
 from bitnet_ops.generate.request import Failed, Limits, NewToken
 from bitnet_ops.generate.sampling import SamplingParams
 from bitnet_ops.generate.scheduler import SchedulerOptions
-from bitnet_ops.generate.speculation import MAX_DRAFTS
 from bitnet_ops.models import Decoder
 from bitnet_ops.nn.blocks import PoolFullError
 

@@ -1,4 +1,4 @@
-"""Tiny heads that draft tokens (multi-token prediction) over the hybrids of hybrids.py, in files.
+"""Tiny draft heads (multi-token prediction) over the hybrids of hybrids.py, in files.
 
     head = make(made)                  for a hybrids.Hybrid: float32 matrices, norms as w of 1 + w
     plain(head)                        name -> float64: the matrices, and what norms multiply by
@@ -207,10 +207,12 @@ def bundle(
     alone: bool = False,
     more: hybrids.Tensors | None = None,
     without: tuple[str, ...] = (),
+    last: hybrids.Tensors | None = None,
     **change: Any,
 ) -> bytes:
     """`rotated`: and listed among the rotated matrices. `alone`: of the trunk only what the head
-    shares. `more`: tensors; `without`: those to leave out. `change`: of keys, as in hybrids."""
+    shares. `more`: tensors; `without`: those to leave out; `last`: tensors in their place.
+    `change`: of keys, as in hybrids."""
     keys, tensors = hybrids.gguf_metadata(made), hybrids.gguf_tensors(made, kind)
     layers = made.sizes.layers
     if alone:
@@ -224,6 +226,7 @@ def bundle(
         keys["prism.hadamard.weight_names"] = "[str]", [*names, *own]
     keys |= {name.replace("__", "."): value for name, value in change.items()}
     tensors = [t for t in [*tensors, *(more or [])] if t[0] not in without]
+    tensors += last or []
     return gguf([key(name, *v) for name, v in keys.items() if v is not None], tensors)
 
 

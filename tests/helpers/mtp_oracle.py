@@ -1,4 +1,4 @@
-"""What a head that drafts tokens computes: two independent references, over a whole prompt.
+"""What a draft head computes: two independent references, over a whole prompt.
 
     oracle = Transformers(weights, shape)          one layer of Qwen3_5TextModel, float32
     oracle = Plain(weights, shape)                 a layer of its own, float64

@@ -6,6 +6,7 @@ number of lanes, against bytes made here from docs/reference/layouts.md.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
@@ -131,6 +132,21 @@ def test_signs_are_shared_and_applied(rng: torch.Generator) -> None:
     words.learn([300, 200])
     assert words.head.signs is trunk.signs
     check_rows(words, trunk, torch.randn(2, 192, generator=rng), "rotated")
+
+
+def test_a_copy_has_rows_and_a_trunk_of_its_own(rng: torch.Generator) -> None:
+    trunk = HEADS["2bit"](rng)
+    words = DraftWords(trunk, 60, {310})
+    words.learn([200])
+    before, x = words.ids.clone(), torch.randn(1, 320, generator=rng)
+    both = copy.deepcopy({"trunk": trunk, "words": words})
+    copied = both["words"]
+    copied.learn([201, 202])
+    assert 201 in copied and 200 not in copied and 310 in copied
+    check_rows(copied, both["trunk"], x, "the copy")
+    both["trunk"].weight.zero_()  # the first trunk has other memory
+    assert_equal(words.ids, before)
+    check_rows(words, trunk, x, "the first one")
 
 
 # Which words ----------------------------------------------------------------------------------

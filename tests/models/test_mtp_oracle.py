@@ -1,4 +1,4 @@
-"""The two references of heads that draft tokens (helpers/mtp_oracle.py): that they agree, and see.
+"""The two references of draft heads (helpers/mtp_oracle.py): that they agree, and see.
 
 What is compared with them is ours; here they are compared with each other, over the states of
 transformers' own trunk.

@@ -30,9 +30,9 @@ import torch
 from bitnet_ops import _runtime, machine
 from bitnet_ops.bench.harness import percentile
 from bitnet_ops.errors import BitNetError, counted
+from bitnet_ops.generate.draft_choice import DEFAULT_SPECULATION, Speculation
 from bitnet_ops.generate.engine import Event, Limits, NewToken, SamplingParams
 from bitnet_ops.generate.engine_thread import EngineThread
-from bitnet_ops.generate.speculation import DEFAULT_SPECULATION, Speculation
 from bitnet_ops.language_model import LanguageModel
 from bitnet_ops.untrusted.bounded import interpreter
 

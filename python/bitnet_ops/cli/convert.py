@@ -83,12 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft-from",
         metavar="BASE",
-        help="base model to take the head that drafts tokens from: a folder with its mtp tensors, "
+        help="base model to take the draft head from: a folder with its mtp tensors, "
         "a .gguf file or a converted model (by default: the source's own, if it has one)",
     )
-    parser.add_argument(
-        "--no-draft", action="store_true", help="leave the head that drafts tokens out"
-    )
+    parser.add_argument("--no-draft", action="store_true", help="leave the draft head out")
     parser.add_argument(
         "--draft-feed",
         choices=("after", "before"),

@@ -36,7 +36,7 @@ from bitnet_ops.cli.terminal import (
     without_line_end,
 )
 from bitnet_ops.errors import counted
-from bitnet_ops.generate.speculation import DEFAULT_SPECULATION, SPECULATION_WORDS
+from bitnet_ops.generate.draft_choice import DEFAULT_SPECULATION, SPECULATION_WORDS
 from bitnet_ops.nn.storage import (
     ACTIVATION_FORMATS,
     DEFAULT_KV_TYPE,

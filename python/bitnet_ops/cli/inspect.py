@@ -142,8 +142,8 @@ def _summary(report: dict[str, Any]) -> list[str]:
         turned = f", {len(draft['rotated'])} of them rotated" if draft["rotated"] else ""
         where = "tensors of these" if draft["listed"] else "tensors beside these"
         lines.append(
-            f"drafts  {draft['tensors']:>5} {where}, {draft['weights']:,} weights: a head that "
-            f"drafts tokens, from {draft['origin']} (MLP {draft['intermediate_size']:,}, fed "
+            f"drafts  {draft['tensors']:>5} {where}, {draft['weights']:,} weights: a draft head, "
+            f"from {draft['origin']} (MLP {draft['intermediate_size']:,}, fed "
             f"{draft['feed']} its norm{turned})"
         )
     block = report["bitnet_ops"] if isinstance(report["bitnet_ops"], dict) else {}

@@ -31,7 +31,7 @@ from bitnet_ops.cli.pictures import (
 )
 from bitnet_ops.cli.terminal import say
 from bitnet_ops.errors import BitNetError, install
-from bitnet_ops.generate.speculation import check_draft_head
+from bitnet_ops.generate.draft_choice import check_draft_head
 
 if TYPE_CHECKING:
     from bitnet_ops.language_model import LanguageModel
@@ -309,7 +309,9 @@ def _load(args: argparse.Namespace) -> dict[str, LanguageModel]:
     models, mmproj = {}, args.mmproj
     for name, path in args.named.items():
         models[name] = open_model(path, args, **disk, mmproj=mmproj)
-        check_draft_head(args.speculation, models[name].model, f"serve: {name}: --speculation")
+        check_draft_head(
+            args.speculation, models[name].model, f"serve: {name}: expected --speculation"
+        )
         mmproj = None  # it is the first model's
     first = next(iter(models.values()))
     for lm in models.values():

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft-from",
         metavar="BASE",
-        help="the base model that the head that drafts tokens was taken from, if it was",
+        help="the base model that the draft head was taken from, if it was",
     )
     add_json(parser)
 

@@ -1,4 +1,4 @@
-"""A head that drafts tokens (multi-token prediction): what a model file says of it, its tensors.
+"""A draft head (multi-token prediction): what a model file says of it, its tensors.
 
 It is one layer of the decoder's kind over the trunk's own states, with the trunk's embedding and
 output head. Names are those of Qwen3.5's checkpoints (transformers leaves these tensors out; vLLM
@@ -14,18 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bitnet_ops.config.keys import PRIVATE_BLOCK
 from bitnet_ops.config.values import integer, reject
 
-if TYPE_CHECKING:
-    from bitnet_ops.config import ModelConfig
-
 PREFIX = "mtp."  # of every tensor of a head in a model file
 KEY = "draft_head"  # of the private block
 FEEDS = ("after", "before")
-DIGITS = 3  # the only number that is written, as of nn/digits.py
+# of a weight (nn/digits.py): of a head that was trained ternary, and of others
+DIGITS = (1, 3)
 _LAYER = f"{PREFIX}layers.0."
 FC = f"{PREFIX}fc"
 MATRICES = (
@@ -35,7 +33,7 @@ MATRICES = (
 )
 QK_NORMS = (f"{_LAYER}self_attn.q_norm", f"{_LAYER}self_attn.k_norm")
 SUB_NORMS = (f"{_LAYER}self_attn.attn_sub_norm", f"{_LAYER}mlp.ffn_sub_norm")
-_ORDER = (  # of a file
+ORDER = (  # of a file
     FC,
     f"{PREFIX}pre_fc_norm_embedding",
     f"{PREFIX}pre_fc_norm_hidden",
@@ -48,13 +46,13 @@ _ORDER = (  # of a file
     SUB_NORMS[1],
     f"{PREFIX}norm",
 )
-NORMS = tuple(module for module in _ORDER if module not in MATRICES)
+NORMS = tuple(module for module in ORDER if module not in MATRICES)
 _REMEDY = "convert the model again"
 
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """What a model file says of its head that drafts.
+    """What a model file says of its draft head.
 
     feed: what the next draft is fed as the state, the layer's output "after" the head's norm or
     "before" it. digits: ternary digits of a weight (nn/digits.py). intermediate_size: of its MLP.
@@ -64,7 +62,7 @@ class DraftConfig:
 
     intermediate_size: int
     feed: str = "after"
-    digits: int = DIGITS
+    digits: int = DIGITS[-1]
     rotated: tuple[str, ...] = ()
     origin: str = ""
 
@@ -87,12 +85,13 @@ class DraftConfig:
         known = cls(1).to_dict()
         if unknown := sorted(str(key) for key in found if key not in known):
             raise reject(name, unknown[0][:60], f"to have {', '.join(known)} alone", _REMEDY)
-        feed, digits = found.get("feed", "after"), found.get("digits", DIGITS)
+        feed, digits = found.get("feed", "after"), found.get("digits", DIGITS[-1])
         if feed not in FEEDS:
             expected = f"to be {' or '.join(map(repr, FEEDS))}"
             raise reject(f"{name}.feed", str(feed)[:60], expected, _REMEDY)
-        if type(digits) is not int or digits != DIGITS:
-            raise reject(f"{name}.digits", str(digits)[:60], f"to be {DIGITS}", _REMEDY)
+        if type(digits) is not int or digits not in DIGITS:
+            expected = f"to be {' or '.join(map(str, DIGITS))}"
+            raise reject(f"{name}.digits", str(digits)[:60], expected, _REMEDY)
         rotated, origin = found.get("rotated", []), found.get("origin", "")
         if not isinstance(rotated, list) or not set(map(str, rotated)) <= set(MATRICES):
             expected = "to be a list of matrices of the head"
@@ -104,40 +103,10 @@ class DraftConfig:
 
 
 def draft_config(config: Mapping[str, Any]) -> DraftConfig | None:
-    """Of a model file's config; None for a file without a head that drafts.
+    """Of a model file's config; None for a file without a draft head.
 
     Raises UnsupportedModelError for an entry of another form.
     """
     block = config.get(PRIVATE_BLOCK)
     found = block.get(KEY) if isinstance(block, Mapping) else None
     return None if found is None else DraftConfig.from_dict(found)
-
-
-def draft_shapes(model: ModelConfig, intermediate_size: int) -> dict[str, tuple[int, ...]]:
-    """Names and logical shapes of a head's tensors over the trunk `model`, in file order.
-
-    Of a matrix [N, K]; what lies in a file has the digits of every weight, [N, DIGITS * K].
-    """
-    hidden, head_dim = model.hidden_size, model.head_dim
-    queries, keys = model.num_attention_heads * head_dim, model.num_key_value_heads * head_dim
-    matrices = {
-        "fc": (hidden, 2 * hidden),
-        "q_proj": ((2 if model.output_gate else 1) * queries, hidden),
-        "k_proj": (keys, hidden),
-        "v_proj": (keys, hidden),
-        "o_proj": (hidden, queries),
-        "gate_proj": (intermediate_size, hidden),
-        "up_proj": (intermediate_size, hidden),
-        "down_proj": (hidden, intermediate_size),
-    }
-    absent = {*(() if model.qk_norm else QK_NORMS), *(() if model.sub_norms else SUB_NORMS)}
-    norms = {
-        **dict.fromkeys(QK_NORMS, (head_dim,)),
-        **dict(zip(SUB_NORMS, ((queries,), (intermediate_size,)), strict=True)),
-    }
-    found: dict[str, tuple[int, ...]] = {}
-    for module in _ORDER:
-        if module not in absent:
-            last = module.rpartition(".")[2]
-            found[f"{module}.weight"] = matrices.get(last) or norms.get(module, (hidden,))
-    return found

@@ -32,7 +32,7 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> dict[str, Any]
 
     Keys: a, b (path and kind), config (key -> [a, b], the converter's private block left out),
     only_a, only_b (names), tensors (a list of those that differ), same (how many do not), equal,
-    draft (whether a and b have a head that drafts tokens) and draft_compared.
+    draft (whether a and b have a draft head) and draft_compared.
     Of a ternary pair: codes_differing, a share, and scale_ratio_min and _max, those of b against
     those of a. Of a dense pair: max_difference, max_magnitude (of a) and values_differing, a share.
     """
@@ -63,7 +63,7 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> dict[str, Any]
 
 
 def _head(*contents: Contents) -> list[str]:
-    """The tensors of heads that draft tokens."""
+    """The tensors of draft heads."""
     heads = [one.draft for one in contents if one.draft is not None]
     return sorted({name for head in heads for name in head.shapes})
 
@@ -189,11 +189,11 @@ def lines(report: Mapping[str, Any]) -> list[str]:
 def _draft_lines(report: Mapping[str, Any]) -> list[str]:
     a, b = report["draft"]
     if a != b:
-        return [f"a head that drafts tokens in {'a' if a else 'b'} alone"]
+        return [f"a draft head in {'a' if a else 'b'} alone"]
     if not a or report["draft_compared"]:
         return []
     return [
-        "heads that draft tokens in both, not compared: model files hold them rounded; "
+        "draft heads in both, not compared: model files hold them rounded; "
         "`bitnet-ops verify` compares one with its source"
     ]
 

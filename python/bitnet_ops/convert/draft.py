@@ -1,4 +1,4 @@
-"""A head that drafts tokens, on its way from a source into a model file: its values, its checks.
+"""A draft head, on its way from a source into a model file: its values, its checks.
 
 Its matrices were not trained to be ternary. They are stored as ternary digits (nn/digits.py), its
 norms as float32, what they multiply by. It must not know files.
@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.config.draft import FEEDS, MATRICES, DraftConfig, draft_shapes
+from bitnet_ops.config.draft import DIGITS, FEEDS, MATRICES, DraftConfig
+from bitnet_ops.config.draft_shapes import draft_shapes
 from bitnet_ops.convert.errors import listed
 from bitnet_ops.nn.digits import digit_group, to_digits
 from bitnet_ops.nn.packing import PackedWeight
 
 GATE = "mtp.layers.0.mlp.gate_proj.weight"
+_ROUNDED = {1: "ternary in groups, as they were", 3: "rounded to 27 levels a group"}
 _CHUNK_ELEMS = 1 << 20  # bounds the temporaries of the digits, whatever a matrix's size
 # parts of names that say what a head has beside a layer of its trunk's kind
 _OTHERS = {
@@ -72,7 +74,20 @@ class DraftHead:
 
     def digits(self, name: str) -> PackedWeight:
         """A matrix as it is stored. Raises ValueError for values that are not finite."""
-        return self.packed(name) if self.packed is not None else in_pieces(self.values(name))
+        if self.packed is not None:
+            return self.packed(name)
+        return in_pieces(self.values(name), self.config.digits)
+
+    def in_digits(self) -> DraftHead:
+        """The same with as many digits a weight as its matrices need, which are read for it.
+
+        One where the values of every group are -s, 0 and s, so that nothing is rounded.
+        """
+        if self.packed is not None:
+            return self
+        ternary = all(_is_ternary(self.values(name)) for name in self.shapes if is_matrix(name))
+        digits = DIGITS[0] if ternary else DIGITS[-1]
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, digits=digits))
 
     def fed(self, feed: str | None) -> DraftHead:
         """The same with another `feed`; None: its own."""
@@ -85,8 +100,8 @@ class DraftHead:
         """What a user must know of it."""
         turned = len(self.config.rotated)
         return (
-            f"a head that drafts tokens, from {self.config.origin}: {nbytes / 1e6:,.1f} MB, its "
-            f"matrices rounded to 27 levels a group"
+            f"a draft head, from {self.config.origin}: {nbytes / 1e6:,.1f} MB, its "
+            f"matrices {_ROUNDED[self.config.digits]}"
             + (f", {turned} of them rotated as the model's" if turned else "")
         )
 
@@ -96,15 +111,25 @@ def is_matrix(name: str) -> bool:
     return name.removesuffix(".weight") in MATRICES
 
 
-def in_pieces(weight: Tensor) -> PackedWeight:
+def in_pieces(weight: Tensor, digits: int) -> PackedWeight:
     """`to_digits`, some rows at a time."""
     step = max(1, _CHUNK_ELEMS // weight.shape[1])
-    parts = [to_digits(piece) for piece in weight.split(step)]
+    parts = [to_digits(piece, digits=digits) for piece in weight.split(step)]
     first = parts[0]
     rows, scales = (torch.cat(t) for t in zip(*((p.weight, p.scale) for p in parts), strict=True))
     return PackedWeight(
         rows, scales, len(weight), first.in_features, "canonical", first.group_size
     )  # fmt: skip
+
+
+def _is_ternary(weight: Tensor) -> bool:
+    """Whether each group holds one magnitude beside 0; some rows at a time, until one does not."""
+    step = max(1, _CHUNK_ELEMS // weight.shape[1])
+    for piece in weight.split(step):
+        groups = piece.float().unflatten(1, (-1, digit_group(weight.shape[1]))).abs()
+        if not ((groups == 0) | (groups == groups.amax(2, keepdim=True))).all():
+            return False
+    return True
 
 
 def check_names(names: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Which head that drafts tokens a conversion takes: the source's own, or that of a base model."""
+"""Which draft head a conversion takes: the source's own, or that of a base model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SHARED = (
 def with_draft(
     source: Source, base: str | Path | None = None, wanted: bool = True, feed: str | None = None
 ) -> Iterator[None]:
-    """Give `source` its head that drafts tokens, open meanwhile, or a remark why it has none.
+    """Give `source` its draft head, open meanwhile, or a remark why it has none.
 
     base: a checkpoint, GGUF or model file to take it from; it must fit then. feed: as of
     DraftConfig, None: the head's own.
@@ -59,19 +59,19 @@ def with_draft(
         _take(source, head_found.fed(feed))
     else:
         if feed is not None:
-            reject("draft-feed", "a head that drafts tokens for --draft-feed", reason or "none",
+            reject("draft-feed", "a draft head for --draft-feed", reason or "none",
                    _NONE)  # fmt: skip
         source.draft_remarks = [*counted([DRAFTS] * count), *_why_none(source, reason, wanted)]
     yield
 
 
 def _take(source: Source, head: DraftHead) -> None:
-    source.draft, source.draft_remarks = head, head.remarks
+    source.draft, source.draft_remarks = head.in_digits(), head.remarks
 
 
 def _why_none(source: Source, reason: str, wanted: bool) -> list[str]:
     if reason:
-        return [f"no head that drafts tokens: {reason}"]
+        return [f"no draft head: {reason}"]
     stated = source.plan.hf_config.get("mtp_num_hidden_layers")
     if wanted and not source.drafts() and source.noun == "checkpoint" and stated:
         return [f"config.json speaks of a layer that drafts tokens, which is not there: {_NONE}"]

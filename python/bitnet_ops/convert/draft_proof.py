@@ -1,4 +1,4 @@
-"""The part of a proof that is about a head that drafts tokens: the file's against its source's.
+"""The part of a proof that is about a draft head: the file's against its source's.
 
 Digits are put together here by arithmetic of its own. It must not know how they were made.
 """
@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from bitnet_ops import ops
-from bitnet_ops.config.draft import DIGITS
 from bitnet_ops.convert.draft import DraftHead
 from bitnet_ops.loading.draft import read_draft_head
 from bitnet_ops.nn.packing import PackedWeight
 
 # of a step between two levels of a group: half of it by rounding, the rest by float32
 MAX_STEPS = 0.501
-LARGEST_LEVEL = (3**DIGITS - 1) // 2
 _ROWS = 1024  # of a matrix at a time
 
 
@@ -44,11 +42,11 @@ class DraftComparison:
         found = []
         if not self.largest_error <= MAX_STEPS:
             found.append(
-                f"a weight of the head that drafts tokens off by {self.largest_error:.3g} steps of "
+                f"a weight of the draft head off by {self.largest_error:.3g} steps of "
                 f"its group (at most {MAX_STEPS})"
             )
         if self.norms_different:
-            found.append(f"{self.norms_different} norms of the head that drafts tokens differ")
+            found.append(f"{self.norms_different} norms of the draft head differ")
         return found
 
 
@@ -59,29 +57,31 @@ def compare_draft(source: DraftHead | None, file: Path) -> DraftComparison | Non
         return None
     if source is None:
         return DraftComparison(why_not="it came from another model: name that by --draft-from")
-    result, tensors = DraftComparison(), found[1]
+    result, (config, tensors) = DraftComparison(), found
     for name, stored in tensors.items():
         given = source.values(name).float()
         result.tensors += 1
         if isinstance(stored, PackedWeight):
             result.weights += given.numel()
-            result.largest_error = max(result.largest_error, _largest_error(stored, given))
+            result.largest_error = max(
+                result.largest_error, _largest_error(stored, given, config.digits)
+            )
         else:
             result.norms_different += not torch.equal(stored, given)
     return result
 
 
-def _largest_error(stored: PackedWeight, given: Tensor) -> float:
+def _largest_error(stored: PackedWeight, given: Tensor, digits: int) -> float:
     """Of a weight, in steps of its group; infinite where a group of zeros is not one."""
     size, largest = stored.group_size, 0.0
     for begin in range(0, len(given), _ROWS):
         part = slice(begin, begin + _ROWS)
         codes = ops.unpack(stored.weight[part], stored.in_features).double()
         scales = stored.scale[part].double()
-        digits = codes.unflatten(1, (scales.shape[1], size)) * scales.unsqueeze(2)
-        values = digits.flatten(1).unflatten(1, (DIGITS, -1)).sum(1)
+        parts = codes.unflatten(1, (scales.shape[1], size)) * scales.unsqueeze(2)
+        values = parts.flatten(1).unflatten(1, (digits, -1)).sum(1)
         groups = given[part].double().unflatten(1, (-1, size))
-        step = groups.abs().amax(2, keepdim=True) / LARGEST_LEVEL
+        step = groups.abs().amax(2, keepdim=True) / ((3**digits - 1) // 2)
         off = (values.unflatten(1, (-1, size)) - groups).abs()
         largest = max(largest, float(torch.where(off == 0, 0.0, off / step).max()))
     return largest

@@ -1,4 +1,4 @@
-"""Heads that draft tokens as files have them: checkpoints, MLX packages, GGUF, model files.
+"""Draft heads as files have them: checkpoints, MLX packages, GGUF, model files.
 
 Sources: llama.cpp `conversion/qwen.py` (`mtp.*` becomes a block behind the decoder's, with the norm
 of the head as nextn.shared_head_norm; norms are written as 1 + w); mlx-lm, whose converter drops
@@ -8,6 +8,7 @@ matrices as they are or in groups as MLX's `quantize` has them.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,13 +17,15 @@ import torch
 from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
-from bitnet_ops.config.draft import FC, MATRICES, PREFIX, DraftConfig, draft_config, draft_shapes
+from bitnet_ops.config.draft import FC, MATRICES, PREFIX, DraftConfig, draft_config
+from bitnet_ops.config.draft_shapes import draft_shapes
 from bitnet_ops.config.hybrid import ROTATION
 from bitnet_ops.convert import hybrid
 from bitnet_ops.convert.draft import GATE, DraftHead, HeadError, Turned, check_names, check_shapes
 from bitnet_ops.convert.draft import is_matrix as _is_matrix
 from bitnet_ops.convert.draft import matrices as _matrices
-from bitnet_ops.convert.errors import ConvertError
+from bitnet_ops.convert.errors import ConvertError, listed
+from bitnet_ops.errors import install
 from bitnet_ops.formats.gguf import Reader as GgufReader
 from bitnet_ops.formats.gguf import TensorInfo, is_strings
 from bitnet_ops.formats.sglbitnt import Reader
@@ -72,7 +75,7 @@ def checkpoint_head(
         norms = [name for name in shapes if not _is_matrix(name)]
         # a norm that multiplies by so little everywhere would be no norm of a trained model
         if all(float(read(name).float().median()) < 0.5 for name in norms):
-            remarks.append("norms of the head that drafts are all near 0: taken as w of 1 + w")
+            remarks.append("norms of the draft head are all near 0: taken as w of 1 + w")
         else:
             offset = 0.0
 
@@ -133,6 +136,8 @@ _NEXTN = {
 }
 _OUTPUT_NORM = "output_norm.weight"  # of the trunk; where a head has no norm of its own
 _EMBEDDING = "token_embd.weight"
+# read without another package
+_PLAIN_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q2_0", "Q2_0_128", "PQ2_0", "PTQ1_0")
 _BLOCK = np.dtype([("scale", "<f2"), ("codes", "i1", 32)])  # of Q8_0
 
 
@@ -164,6 +169,10 @@ def gguf_head(
         infos[norm] = reader.tensors[_OUTPUT_NORM]
     size = check_shapes(model, {name: info.shape for name, info in infos.items()})
     shapes = {name: infos[name].shape for name in draft_shapes(model, size)}
+    kinds = sorted({infos[name].type.name for name in shapes} - {*_PLAIN_TYPES})
+    if kinds and importlib.util.find_spec("gguf") is None:
+        found = f"{listed(kinds)}, which the gguf package reads ({install('gguf')})"
+        raise HeadError("draft-type", "F32, F16, BF16, Q8_0 or a ternary type", found)
     rotated, turned = _gguf_rotation(reader, model, infos)
 
     def values(name: str) -> Tensor:
@@ -178,9 +187,9 @@ def _gguf_rotation(
     reader: GgufReader, model: ModelConfig, infos: Mapping[str, TensorInfo]
 ) -> tuple[tuple[str, ...], Turned | None]:
     """The head's modules whose input is rotated: those that the file lists, whatever its trunk."""
-    listed = reader.metadata.get(f"{hybrid.HADAMARD}weight_names")
+    named = reader.metadata.get(f"{hybrid.HADAMARD}weight_names")
     stored = {info.name: name.removesuffix(".weight") for name, info in infos.items()}
-    rotated = [stored[n] for n in listed if n in stored] if is_strings(listed) else []
+    rotated = [stored[n] for n in named if n in stored] if is_strings(named) else []
     if not rotated:
         return (), None
     matrices = {n: (m, infos[f"{m}.weight"].shape[1]) for n, m in stored.items() if m in MATRICES}
@@ -235,8 +244,9 @@ def bin_head(reader: Reader, model: ModelConfig) -> DraftHead | None:
     ordered = {name: shapes[name] for name in draft_shapes(model, size)}
     blocks = {width: model.rotation.block(width) if model.rotation else 0
               for _, _, width in _matrices(shapes)}  # fmt: skip
-    names = {width: f"{ROTATION}{width}.weight" for width, block in blocks.items() if block}
-    turned = Turned(blocks, {width: reader.tensor(name) for width, name in names.items()})
+    signs = {width: f"{ROTATION}{width}.weight" for width in blocks}
+    held = {width: reader.tensor(name) for width, name in signs.items() if name in reader.tensors}
+    turned = Turned(blocks, held)
 
     def values(name: str) -> Tensor:
         reader.check_data(name)

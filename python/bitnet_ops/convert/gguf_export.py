@@ -183,7 +183,7 @@ def export_gguf(
         )
     if export.has_draft:
         remarks.append(
-            "the head that drafts tokens was left out: GGUF holds it in other forms, which the "
+            "the draft head was left out: GGUF holds it in other forms, which the "
             "model's makers publish"
         )
     if export.rounding:

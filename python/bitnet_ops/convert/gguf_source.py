@@ -323,7 +323,7 @@ def draft_tensors(reader: Reader, architecture: Architecture) -> list[str]:
 def head_of(
     reader: Reader, architecture: Architecture, model: ModelConfig, origin: str
 ) -> DraftHead | None:
-    """The head that drafts tokens of a file, for the trunk `model`; None without one.
+    """The draft head of a file, for the trunk `model`; None without one.
 
     Raises HeadError for one that cannot be taken over.
     """

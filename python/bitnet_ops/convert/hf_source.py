@@ -266,7 +266,7 @@ def head_of(
     summed: bool,
     origin: str,
 ) -> DraftHead:
-    """The head that drafts tokens of a checkpoint; `names`: stored ones by names from `mtp.` on.
+    """The draft head of a checkpoint; `names`: stored ones by names from `mtp.` on.
 
     summed: its norms hold what they multiply by. Raises HeadError for one of another kind.
     """

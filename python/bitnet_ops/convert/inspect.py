@@ -50,7 +50,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     Keys: file, kind, bytes, model_type, bitnet_ops (the config's private block or None), tensors
     (a list: name, format, shape, scale, scales, minus, zero, plus, nbytes, sha256), totals, vision
     (sizes of a tower for images, its tensors and their bytes; None without one), draft (what is
-    known of a head that drafts tokens, its tensors, their weights, and whether they are among
+    known of a draft head, its tensors, their weights, and whether they are among
     `tensors`; None without one) and remarks.
     Shapes are logical, [N, K]; where nothing gives K it is 4 times the row bytes, and a remark says
     so. `scale` is a tensor's only one; where there are more, `scales` has their shape, smallest and
@@ -173,7 +173,7 @@ class Values:
 class Contents(Protocol):
     """A model file or folder, opened: `entries` by name, `remarks` for what could not be told.
 
-    draft: its head that drafts tokens. A model file lists its tensors, others do not: they hold
+    draft: its draft head. A model file lists its tensors, others do not: they hold
     other values than a conversion.
     """
 
@@ -246,7 +246,7 @@ class BinContents:
         try:
             return bin_head(self.reader, model_config(self.reader))
         except (UnsupportedModelError, HeadError) as error:
-            said = f"no head that drafts tokens: {error}"
+            said = f"no draft head: {error}"
             self.remarks += [said] if isinstance(error, HeadError) else []
             return None
 
@@ -339,7 +339,7 @@ class CheckpointContents:
         self.draft = self._head(naming.drafts)
 
     def _head(self, names: Mapping[str, str]) -> DraftHead | None:
-        """The head that drafts tokens; a remark on tensors of layers that are no such head."""
+        """The draft head; a remark on tensors of layers that are no such head."""
         if not names:
             return None
         try:
@@ -347,7 +347,7 @@ class CheckpointContents:
             return head_of(self.source, names, model, summed, "the checkpoint")
         except (UnsupportedModelError, HeadError) as error:
             self._remarks += hybrid.counted([hybrid.DRAFTS] * len(names))
-            self._remarks.append(f"no head that drafts tokens: {error}")
+            self._remarks.append(f"no draft head: {error}")
             return None
 
     def _read_tower(self, names: Mapping[str, str]) -> Tower | None:
@@ -467,7 +467,7 @@ class GgufContents:
             except HeadError as error:
                 count = self._source.drafts()
                 self._remarks += hybrid.counted([hybrid.DRAFTS] * count)
-                self._remarks.append(f"no head that drafts tokens: {error}")
+                self._remarks.append(f"no draft head: {error}")
         except ConvertError as error:
             self.config, infos = {}, dict(self.reader.tensors)
             self._remarks = [f"names are the file's own: {error}"]

@@ -162,13 +162,13 @@ def _tower(proof: dict[str, Any] | None) -> str:
 
 
 def _draft(proof: dict[str, Any] | None) -> str:
-    """A head that drafts tokens in half a sentence; nothing where there is none."""
+    """A draft head in half a sentence; nothing where there is none."""
     if proof is None:
         return ""
     if proof["why_not"] is not None:
-        return f"; head that drafts tokens: not compared ({proof['why_not']})"
+        return f"; draft head: not compared ({proof['why_not']})"
     return (
-        f"; head that drafts tokens: {counted(proof['tensors'], 'tensor')}, a weight off by "
+        f"; draft head: {counted(proof['tensors'], 'tensor')}, a weight off by "
         f"{proof['largest_error']:.2g} of the step between its levels at most"
     )
 

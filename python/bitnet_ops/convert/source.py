@@ -161,7 +161,7 @@ class Source:
         return None
 
     def own_draft(self) -> DraftHead | None:
-        """The head that drafts tokens which the source itself holds.
+        """The draft head that the source itself holds.
 
         Raises HeadError for one that cannot be taken over.
         """
@@ -191,7 +191,7 @@ class Source:
         raise NotImplementedError
 
     def all_files(self) -> dict[str, Path]:
-        """Those, and the files of the tower and of the head that drafts tokens."""
+        """Those, and the files of the tower and of the draft head."""
         beside = [part.files for part in (self.tower, self.draft) if part is not None]
         return dict(item for files in [self.files(), *beside] for item in files.items())
 

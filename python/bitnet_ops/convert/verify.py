@@ -47,7 +47,7 @@ def verify(
         text: a UTF-8 file to measure logits and perplexity on; None is the converter's own text.
         lora: the PEFT directory that was merged when the file was made.
         mmproj: the file with the tower for images that was named when the file was made.
-        draft_from: the base model that was named for the head that drafts tokens; without it such a
+        draft_from: the base model that was named for the draft head; without it such a
             head is not compared.
     Returns JSON-ready: "verification" (its "failures" is empty where they agree), "tensors",
         "sha256", "source_sha256".

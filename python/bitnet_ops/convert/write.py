@@ -109,9 +109,9 @@ def convert(
         mmproj: a GGUF file with the tower for images; None: the source's own, or of a GGUF file
             the mmproj file in its folder that fits.
         vision: False leaves the tower out; the result reads texts alone.
-        draft_from: a base model to take the head that drafts tokens from: a Hugging Face folder, a
+        draft_from: a base model to take the draft head from: a Hugging Face folder, a
             GGUF file or a converted model; None: the source's own, where it has one.
-        draft: False leaves the head that drafts tokens out.
+        draft: False leaves the draft head out.
         draft_feed: what its next draft is fed, its layer's output "after" its norm or "before" it;
             None: "after", or what a converted source says.
         masters: what is known of the masters, for the report; `quantize` gives it.
@@ -156,12 +156,12 @@ def convert(
 def _check_draft(
     base: str | Path | None, wanted: bool, feed: str | None, format_version: int
 ) -> None:
-    """Reject options of the head that drafts tokens which contradict each other."""
+    """Reject options of the draft head that contradict each other."""
     if feed is not None and feed not in FEEDS:
         reject("draft-feed", f"draft_feed {' or '.join(FEEDS)}", repr(feed)[:60])
     if not wanted and (base is not None or feed is not None):
         found = "--no-draft with --draft-from or --draft-feed"
-        reject("draft", "a head that drafts tokens, or none", found, "choose one of them")
+        reject("draft", "a draft head, or none", found, "choose one of them")
     if base is not None and format_version == 1:
         reject("draft", "version 2 of model.bin with --draft-from", "version 1",
                "it has no scales of groups, which such a head needs")  # fmt: skip
@@ -284,7 +284,7 @@ def _write_tower(
 
 
 def _write_draft(source: Source, total: int, writer: Writer, progress: Progress | None) -> None:
-    """The tensors of the head that drafts tokens, behind all others."""
+    """The tensors of the draft head, behind all others."""
     draft, nbytes = source.draft, 0
     for at, name in enumerate([] if draft is None else draft.shapes):
         assert draft is not None
@@ -300,7 +300,7 @@ def _write_draft(source: Source, total: int, writer: Writer, progress: Progress 
             found = draft.digits(name)
         except ValueError as error:
             reject("non-finite", f"finite values in {name}", str(error).rpartition("got ")[2],
-                   "--no-draft leaves the head that drafts tokens out")  # fmt: skip
+                   "--no-draft leaves the draft head out")  # fmt: skip
         writer.add_packed(name, found.weight, found.scale, found.in_features, found.group_size)
         nbytes += found.weight.nbytes + found.scale.nbytes
     if draft is not None:

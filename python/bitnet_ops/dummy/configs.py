@@ -154,7 +154,7 @@ def _with_tower(
 
 
 def _with_head(config: dict[str, Any], intermediate: int) -> dict[str, Any]:
-    """A model with a head that drafts tokens, whose inputs are not rotated, as grafts are."""
+    """A model with a draft head, whose inputs are not rotated, as grafts are."""
     draft = {"intermediate_size": intermediate, "origin": "random numbers"}
     block = config.get("bitnet_ops", {"format_version": 1})
     return {**config, "bitnet_ops": {**block, "draft_head": draft}}
@@ -290,7 +290,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     # for tests: a hybrid with a tower for images
     "tiny-images": _tiny_images(),
     "tiny": _TINY,
-    # the same, and larger ones, with a head that drafts tokens; the width of the MLP of a head is a
+    # the same, and larger ones, with a draft head; the width of the MLP of a head is a
     # multiple of 64
     "tiny-draft": _with_head(_TINY, 448),
     "2b-4t-draft": _with_head(_2B_4T, 6912),

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.draft import KEY as DRAFT
-from bitnet_ops.config.draft import DraftConfig, draft_config, draft_shapes
+from bitnet_ops.config.draft import DraftConfig, draft_config
+from bitnet_ops.config.draft_shapes import draft_shapes
 from bitnet_ops.config.hybrid import ROTATION
 from bitnet_ops.dummy import tokenizer as dummy_tokenizer
 from bitnet_ops.dummy.configs import CONFIGS, GROUPED
@@ -79,7 +80,7 @@ def draft_head(name: str, seed: int = 0) -> tuple[DraftConfig, dict[str, Tensor 
     """
     draft = draft_config(_config_json(name))
     if draft is None:
-        raise ValueError(f"dummy: expected a model with a head that drafts tokens, got {name!r}")
+        raise ValueError(f"dummy: expected a model with a draft head, got {name!r}")
     pool = _pool(expected_tensors(config(name)), seed)
     shapes = draft_shapes(config(name), draft.intermediate_size)
     return draft, {tensor: _draft_tensor(shape, pool) for tensor, shape in shapes.items()}
@@ -196,7 +197,7 @@ def _tensor(name: str, spec: TensorSpec, pool: _Pool, grouped: bool) -> Tensor |
 
 
 def _draft_tensor(shape: tuple[int, ...], pool: _Pool) -> Tensor | PackedWeight:
-    """Of a head that drafts tokens: digits of every weight, or what a norm multiplies by."""
+    """Of a draft head: digits of every weight, or what a norm multiplies by."""
     if len(shape) == 1:
         return pool.norm_weight(shape[0]).float()
     n, k = shape

@@ -9,6 +9,7 @@ from collections.abc import Sequence, Sized
 
 from bitnet_ops.generate.causal_model import CausalModel, check_adapter
 from bitnet_ops.generate.constraint import Constraint
+from bitnet_ops.generate.draft_choice import Speculation, check_draft_head
 from bitnet_ops.generate.prompt import (
     PromptError,
     PromptRows,
@@ -19,7 +20,6 @@ from bitnet_ops.generate.prompt import (
 )
 from bitnet_ops.generate.request import Limits, Request
 from bitnet_ops.generate.sampling import SamplingParams
-from bitnet_ops.generate.speculation import Speculation, check_draft_head
 
 
 def make_request(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
-from bitnet_ops.generate.speculation import Source
+from bitnet_ops.generate.draft_choice import Source
 
 LOG = logging.getLogger(__name__)  # of the remark; a command that prints it itself disables this
 _ENOUGH = 200  # drafts of a head, before anything is said of it, and between two looks

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bitnet_ops import ops
 from bitnet_ops.generate.causal_model import CausalModel
+from bitnet_ops.generate.head_policy import GoingOn
 from bitnet_ops.generate.request import Request
 from bitnet_ops.generate.sampling import draw_ahead
 from bitnet_ops.models.decoder import Decoder
@@ -50,10 +51,13 @@ class HeadDrafter:
         self._seen: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
     @torch.inference_mode()
-    def propose(self, requests: Sequence[Request], depths: Sequence[int]) -> list[list[int]]:
+    def propose(
+        self, requests: Sequence[Request], depths: Sequence[int], judges: Sequence[GoingOn]
+    ) -> tuple[list[list[int]], int]:
         """At most so many ids for each request, whose blocks have room for them.
 
-        Each is at its newest token, of which the model's step comes next.
+        Each is at its newest token, of which the model's step comes next. judges: of each request,
+        whether a draft is worth it. Returns these and how many steps of the head they took.
         """
         self._learn(requests)
         found: list[list[int]] = [[] for _ in requests]
@@ -61,10 +65,12 @@ class HeadDrafter:
         rows = list(range(len(requests)))
         for depth in range(max(depths, default=0)):
             kept = [
-                row for row, i in enumerate(rows) if depths[i] > depth and len(found[i]) == depth
+                row
+                for row, i in enumerate(rows)
+                if depths[i] > depth and len(found[i]) == depth and (not depth or judges[i].goes_on)
             ]
             if not kept:
-                break
+                return found, depth
             rows = [rows[row] for row in kept]
             states = states if len(kept) == len(states) else states[kept]
             batch = StepBatch.of(
@@ -75,11 +81,13 @@ class HeadDrafter:
             y = self._model.draft_rows(batch, pool)
             normed = ops.rms_norm(y, self._head.norm.weight, self._model.config.rms_norm_eps)
             states = normed if self._head.draft.feed == "after" else y
-            tokens = self._choose([requests[i] for i in rows], depth, normed)
-            for i, token in zip(rows, tokens, strict=True):
-                if token >= 0:
+            logits = self.words.head(normed)
+            sure = (logits.amax(-1) - logits.logsumexp(-1)).exp().tolist()
+            tokens = self._choose([requests[i] for i in rows], depth, logits)
+            for i, token, probability in zip(rows, tokens, sure, strict=True):
+                if token >= 0 and judges[i].takes(probability):
                     found[i].append(token)
-        return found
+        return found, max(depths, default=0)
 
     def _learn(self, requests: Sequence[Request]) -> None:
         """Tokens of prompts and answers may be drafted from now on."""
@@ -89,9 +97,8 @@ class HeadDrafter:
             self._seen[request] = len(request.ids)
         self.words.learn(new)
 
-    def _choose(self, requests: Sequence[Request], depth: int, states: Tensor) -> list[int]:
-        """The next token of each request by the head; -1: none."""
-        logits = self.words.head(states)
+    def _choose(self, requests: Sequence[Request], depth: int, logits: Tensor) -> list[int]:
+        """The next token of each request by logits f32 [n, words] of the head; -1: none."""
         samplers = [request.sampler for request in requests]
         if all(s.params.greedy and not s.edits and s.constraint is None for s in samplers):
             found: list[int] = self.words.ids[logits.argmax(-1)].tolist()

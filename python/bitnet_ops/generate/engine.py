@@ -54,6 +54,7 @@ from bitnet_ops.generate.causal_model import (
     check_model,
 )
 from bitnet_ops.generate.constraint import Constraint
+from bitnet_ops.generate.draft_choice import Speculation
 from bitnet_ops.generate.engine_core import EngineCore
 from bitnet_ops.generate.engine_memory import MemoryPlan, memory_sizes
 from bitnet_ops.generate.prefix_store import PrefixStore
@@ -71,7 +72,6 @@ from bitnet_ops.generate.request import (
 from bitnet_ops.generate.run import Generation, Run
 from bitnet_ops.generate.sampling import SamplingParams
 from bitnet_ops.generate.scheduler import EngineStats, SchedulerOptions
-from bitnet_ops.generate.speculation import Speculation
 from bitnet_ops.generate.turns import Turn
 from bitnet_ops.nn.kv_config import (
     DEFAULT_BLOCK_SIZE,

@@ -10,66 +10,54 @@ of their time. None of this changes a token.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
+from bitnet_ops.generate.head_acceptance import MAX_DEPTH, SAVED, HeadAcceptance
+from bitnet_ops.generate.request import Request
 from bitnet_ops.generate.speculation import StepCosts
 
-if TYPE_CHECKING:
-    from bitnet_ops.generate.request import Request
-
-MAX_DEPTH = 3  # drafts of a head one behind the other: what follows is seldom right
-_PRIOR = (0.6, 0.5, 0.4)  # chances of drafts to be right if those before are, before any was tried
-_PRIOR_WEIGHT, _MAX_WEIGHT, _KEPT = 2.0, 32.0, 0.97
-_SHARED_WEIGHT = 8.0  # of what other requests have shown, for a new one
 _UNKNOWN = 0.15  # steps that a draft costs, until some have been measured
 _FIRST = 6  # times, which bind a program, write memory first and measure ways to multiply
 _GAIN = 1.03  # drafts promise at least so much; costs are not known more exactly
 _PROBING = 0.01  # share of the time that finding out whether drafts pay may cost
-_SAVED = 2.0  # steps that a text's drafts have saved and that may be spent on finding out
 
 
-class HeadAcceptance:
-    """How often the drafts of a head are right for one text: by depth, if those before are."""
+class Confidence:
+    """How often drafts are right of which the head is so sure.
 
-    def __init__(self, shared: HeadAcceptance | None = None) -> None:
-        if shared is None:
-            self._right = [_PRIOR_WEIGHT * p for p in _PRIOR]
-            self._wrong = [_PRIOR_WEIGHT * (1 - p) for p in _PRIOR]
-        else:
-            pairs = [*zip(shared._right, shared._wrong, strict=True)]
-            scales = [min(1.0, _SHARED_WEIGHT / (r + w)) for r, w in pairs]
-            self._right = [s * r for s, (r, _) in zip(scales, pairs, strict=True)]
-            self._wrong = [s * w for s, (_, w) in zip(scales, pairs, strict=True)]
-        self.credit = 0.0  # saved up for probes, in steps
+    A head says what it thinks of its draft, by its probability. Whether that is so is learnt: in
+    each of some ranges of probabilities, drafts are counted whose predecessors were right.
+    """
 
-    def __repr__(self) -> str:
-        rates = ", ".join(f"{self.rate(depth):.2f}" for depth in range(MAX_DEPTH))
-        return f"HeadAcceptance({rates})"
+    _BORDERS = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
+    _WEIGHT, _MAX = 6.0, 60.0  # of what is expected without having counted; of what is counted
 
-    def rate(self, depth: int) -> float:
-        """The chance of draft `depth`, from 0 on, to be right if those before are."""
-        return self._right[depth] / (self._right[depth] + self._wrong[depth])
+    def __init__(self) -> None:
+        self._right = [0.0] * (len(self._BORDERS) + 1)
+        self._all = [0.0] * (len(self._BORDERS) + 1)
 
-    def gain(self, drafts: int) -> float:
-        """How many of so many drafts are right, on average."""
-        chances = [math.prod(self.rate(i) for i in range(d + 1)) for d in range(drafts)]
-        return math.fsum(chances)
+    def chance(self, probability: float, otherwise: float) -> float:
+        """Of a draft to be right if those before it are; `otherwise`: of drafts of its depth."""
+        i = bisect_right(self._BORDERS, probability)
+        return (self._right[i] + self._WEIGHT * otherwise) / (self._all[i] + self._WEIGHT)
 
-    def learn(self, drafts: int, right: int) -> None:
-        """Enter that the first `right` of the drafts of a step were right."""
-        if right:
-            self.credit = min(self.credit + right, _SAVED)
-        for depth in range(min(drafts, right + 1, MAX_DEPTH)):
-            was_right = depth < right
-            self._right[depth] = _KEPT * self._right[depth] + was_right
-            self._wrong[depth] = _KEPT * self._wrong[depth] + (not was_right)
-            share = min(1.0, _MAX_WEIGHT / (self._right[depth] + self._wrong[depth]))
-            self._right[depth] *= share
-            self._wrong[depth] *= share
+    def learn(self, probabilities: Sequence[float], right: int) -> None:
+        """Enter that the first `right` of some drafts were right."""
+        for at, probability in enumerate(probabilities[: right + 1]):
+            i = bisect_right(self._BORDERS, probability)
+            share = min(1.0, self._MAX / (self._all[i] + 1))
+            self._right[i] = share * (self._right[i] + (at < right))
+            self._all[i] = share * (self._all[i] + 1)
+
+
+class Worth(NamedTuple):
+    """What drafts have to promise, in tokens: to be verified, and to be made besides."""
+
+    verified: float = 0.0
+    made: float = 0.0
 
 
 @dataclass
@@ -77,24 +65,42 @@ class HeadPolicy:
     """What drafts of a head cost on this machine, and how many are worth it.
 
     costs: seconds of one draft of so many streams. shared: how often drafts are right for all.
+    confidence: how often those are of which the head is so sure.
     """
 
     costs: StepCosts = field(default_factory=StepCosts)
     shared: HeadAcceptance = field(default_factory=HeadAcceptance)
+    confidence: Confidence = field(default_factory=Confidence)
     _measured: int = 0  # times that drafts were made
 
-    @contextmanager
-    def timed(self, streams: int, depth: int) -> Iterator[None]:
-        """Learn what `depth` drafts of so many streams cost, made inside."""
-        began = time.perf_counter()
-        yield
-        self.costs.learn(streams, (time.perf_counter() - began) / depth)
-        self._measured += 1
+    def made(self, streams: int, depth: int, seconds: float) -> None:
+        """Enter how long `depth` drafts one behind the other took, of so many streams."""
+        if depth:
+            self.costs.learn(streams, seconds / depth)
+            self._measured += 1
 
-    def learn(self, request: Request, drafts: int, right: int) -> None:
-        """Enter how many of a step's drafts for a request were right."""
-        self._of(request).learn(drafts, right)
-        self.shared.learn(drafts, right)
+    def learn(self, request: Request, sure: Sequence[float], right: int) -> None:
+        """Enter how many of a step's drafts for a request were right.
+
+        sure: of each draft its probability by the head.
+        """
+        self._of(request).learn(len(sure), right)
+        self.shared.learn(len(sure), right)
+        self.confidence.learn(sure, right)
+
+    def worth(self, steps: StepCosts, tokens: int, expected: float, streams: int) -> Worth:
+        """What one more draft beside a step of so many tokens costs, in tokens.
+
+        `expected`: how many the step gives.
+        """
+        without = steps.of(tokens)
+        speed = expected / without
+        more = max(0.0, steps.of(tokens + streams) - without) / streams
+        return Worth(more * speed, self._cost(streams, without) / streams * speed)
+
+    def going_on(self, request: Request, worth: Worth) -> GoingOn:
+        """Judges the drafts of one step for a request, one behind the other."""
+        return GoingOn(self.confidence, self._of(request), worth)
 
     def choose(
         self,
@@ -130,10 +136,9 @@ class HeadPolicy:
                 if speed > best:
                     best, chosen = speed, (count, depth)
         count, depth = chosen
-        found = {id: min(limit, depth) for _, id, limit in known[:count]}
-        if not found:
-            found = self._probe(known, steps, tokens, without)
-        return found
+        if depth:  # how many of them each time, their probabilities say
+            return {id: min(limit, MAX_DEPTH) for _, id, limit in known[:count]}
+        return self._probe(known, steps, tokens, without)
 
     def _cost(self, streams: int, without: float) -> float:
         cost = self.costs.of(streams) if self.costs.known else math.inf
@@ -154,13 +159,40 @@ class HeadPolicy:
         one, id, _ = max(known, key=lambda of: of[0].credit)
         if one.credit < price:
             return {}
-        one.credit = min(one.credit, _SAVED) - price
+        one.credit = min(one.credit, SAVED) - price
         return {id: 1}
 
     def _of(self, request: Request) -> HeadAcceptance:
         if request.head_acceptance is None:
             request.head_acceptance = HeadAcceptance(self.shared)
         return request.head_acceptance
+
+
+class GoingOn:
+    """Whether drafts of one request are worth verifying, and others worth making behind them.
+
+    Attributes: `sure`, the probabilities of those that are.
+    """
+
+    def __init__(self, confidence: Confidence, rates: HeadAcceptance, worth: Worth) -> None:
+        self._confidence, self._rates, self._worth = confidence, rates, worth
+        self._chance, self.sure = 1.0, list[float]()
+
+    def takes(self, probability: float) -> bool:
+        """Whether the next draft, with that probability by the head, is to be verified."""
+        otherwise = self._rates.rate(min(len(self.sure), MAX_DEPTH - 1))
+        self._chance *= self._confidence.chance(probability, otherwise)
+        if self._chance < self._worth.verified:
+            self._chance = 0.0
+            return False
+        self.sure.append(probability)
+        return True
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another draft is worth making."""
+        next_one = self._rates.rate(min(len(self.sure), MAX_DEPTH - 1))
+        return self._chance * next_one > self._worth.verified + self._worth.made
 
 
 def _counts(streams: int) -> list[int]:

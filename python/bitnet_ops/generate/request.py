@@ -17,11 +17,12 @@ from typing import Any
 from bitnet_ops.arguments import check_integer
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.generate.constraint import Constraint, LooksAhead
+from bitnet_ops.generate.draft_choice import Speculation, read_speculation
 from bitnet_ops.generate.draft_report import NO_DRAFTS, DraftCounts
-from bitnet_ops.generate.head_policy import HeadAcceptance
+from bitnet_ops.generate.head_acceptance import HeadAcceptance
 from bitnet_ops.generate.prompt import RowRuns, kind_of
 from bitnet_ops.generate.sampling import Sampler, SamplingParams
-from bitnet_ops.generate.speculation import Acceptance, Speculation, read_speculation
+from bitnet_ops.generate.speculation import Acceptance
 from bitnet_ops.nn.blocks import Contents, block_key, root_key
 
 # What is asked -----------------------------------------------------------------------------------
@@ -189,6 +190,7 @@ class Request:
         self.runs = runs
         self.content = self.ids if runs is None else runs.content(prompt)
         self.sampler = Sampler(params, prompt, constraint)
+        self._looks_ahead = constraint if isinstance(constraint, LooksAhead) else None
         self.max_drafts = choice.maximum
         self.drafts_from_text = "ngram" in choice.sources
         self.drafts_from_head = "head" in choice.sources
@@ -255,10 +257,9 @@ class Request:
 
     def allowed(self, drafts: Sequence[int]) -> int:
         """How many of `drafts`, from the first, its constraint may let come; it stays as it is."""
-        constraint = self.sampler.constraint
-        if isinstance(constraint, LooksAhead) and drafts:
-            return constraint.allowed_prefix(drafts)
-        return len(drafts)
+        if self._looks_ahead is None or not drafts:
+            return len(drafts)
+        return self._looks_ahead.allowed_prefix(drafts)
 
     def accept(self, token: int, max_positions: int) -> Finished | None:
         """Append a token, unless it is a stop id; why the request ends with it, or None."""

@@ -11,6 +11,7 @@ For one thread at a time.
 from __future__ import annotations
 
 import math
+import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,10 +20,12 @@ from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 from bitnet_ops.arguments import check_flag, check_integer, is_number, shown
+from bitnet_ops.generate.draft_choice import Source
 from bitnet_ops.generate.draft_report import NO_DRAFTS, DraftCounts, HeadReport
-from bitnet_ops.generate.head_policy import MAX_DEPTH, HeadPolicy
+from bitnet_ops.generate.head_acceptance import MAX_DEPTH
+from bitnet_ops.generate.head_policy import GoingOn, HeadPolicy, Worth
 from bitnet_ops.generate.request import Request, ShareRead, without
-from bitnet_ops.generate.speculation import Source, StepCosts, propose
+from bitnet_ops.generate.speculation import StepCosts, propose
 from bitnet_ops.generate.states import Checkpoint, StateSlots, stops_of
 from bitnet_ops.models.step_batch import SequenceStep
 from bitnet_ops.nn.blocks import BlockAllocator, PoolFullError
@@ -96,7 +99,7 @@ class EngineStats:
 class PlannedStep:
     """What a request computes in a step: `tokens` of its ids from `start` on, then `drafts`.
 
-    `source`: what has made the drafts.
+    `source`: what has made the drafts; `sure`: their probabilities by the head, if that has.
     """
 
     request: Request
@@ -104,6 +107,7 @@ class PlannedStep:
     tokens: int
     drafts: Sequence[int] = ()
     source: Source = "ngram"
+    sure: Sequence[float] = ()
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -140,8 +144,14 @@ class PlannedStep:
 class Drafter(Protocol):
     """What drafts tokens for requests that decode, from what it knows of the model's states."""
 
-    def propose(self, requests: Sequence[Request], depths: Sequence[int]) -> list[list[int]]:
-        """At most so many ids for each request, whose blocks have room for them."""
+    def propose(
+        self, requests: Sequence[Request], depths: Sequence[int], judges: Sequence[GoingOn]
+    ) -> tuple[list[list[int]], int]:
+        """At most so many ids for each request, whose blocks have room for them.
+
+        judges: whether a draft of a request is worth it. Also returns how many drafts were made one
+        behind the other.
+        """
 
 
 class _Found(NamedTuple):
@@ -279,7 +289,7 @@ class Scheduler:
         request.drafts = request.drafts.plus(step.source, drafted, accepted_drafts)
         self.drafts = self.drafts.plus(step.source, drafted, accepted_drafts)
         if step.source == "head":
-            self.head_drafts.learn(request, drafted, accepted_drafts)
+            self.head_drafts.learn(request, step.sure, accepted_drafts)
             return self.head_report.add(drafted, accepted_drafts)
         if request.acceptance is not None:
             request.acceptance.learn(drafted, accepted_drafts)
@@ -392,7 +402,8 @@ class Scheduler:
         assert self.drafter is not None
         each = max(1, left // len(others))
         limits = [min(limit, each) for _, limit in others]
-        if all(step.request.acceptance is None for step, _ in others):  # so many were asked for
+        adaptive = any(step.request.acceptance is not None for step, _ in others)
+        if not adaptive:  # so many were asked for
             chosen = {s.request.id: n for (s, _), n in zip(others, limits, strict=True)}
         else:
             requests = [step.request for step, _ in others]
@@ -406,10 +417,16 @@ class Scheduler:
                 left -= depth
         if not steps:
             return
-        with self.head_drafts.timed(len(steps), max(depths)):
-            found = self.drafter.propose([step.request for step in steps], depths)
-        for step, drafts in zip(steps, found, strict=True):
+        worth = Worth()
+        if adaptive:
+            worth = self.head_drafts.worth(self.costs, tokens, expected, len(steps))
+        judges = [self.head_drafts.going_on(step.request, worth) for step in steps]
+        began = time.perf_counter()
+        found, made = self.drafter.propose([step.request for step in steps], depths, judges)
+        self.head_drafts.made(len(steps), made, time.perf_counter() - began)
+        for step, drafts, judge in zip(steps, found, judges, strict=True):
             step.drafts, step.source = drafts[: step.request.allowed(drafts)], "head"
+            step.sure = judge.sure[: len(step.drafts)]
 
     def _room(self, request: Request, drafts: int) -> int:
         """For how many of so many drafts a request has blocks now, those that are free included."""

@@ -14,17 +14,10 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
-from bitnet_ops.arguments import shown
-from bitnet_ops.errors import BitNetError
+import numpy as np
 
-Source = Literal["ngram", "head"]  # what drafted: the text's repetitions, or the model's draft head
-# Of a request: as many drafts as pay, of either source or of one; at most so many; or none.
-Speculation = int | Literal["auto", "ngram", "head", "off"] | None
-DEFAULT_SPECULATION: Speculation = "auto"  # of texts; an engine's requests have none unless told
-MAX_DRAFTS = 8  # of a step, for one request
+from bitnet_ops.generate.draft_choice import MAX_DRAFTS
 
 _LAST = 8  # steps of one size that are remembered
 _UNKNOWN = 0.3  # share of a token's step that one more costs, until that has been measured
@@ -33,8 +26,6 @@ _PROBING = 0.02  # share of the time so far that finding out whether drafts pay 
 _PROBE = 1  # drafts of a probe: what comes behind a wrong one tells nothing
 _READ, _READ_WEIGHT = 16, 0.5  # tokens of a text looked up before the first draft, and their weight
 _KEPT, _MAX_WEIGHT = 0.93, 16.0  # of what is known of a text, which may change its ways
-
-_ITEM = array("q").itemsize
 
 # Drafts --------------------------------------------------------------------------------------
 
@@ -47,29 +38,21 @@ def propose(
     The longest n-gram at the end, of max_ngram down to min_ngram ids, that has stood in `ids`
     before is looked up at its latest place, and what followed there is the draft.
     """
-    if max_tokens < 1 or len(ids) < 2:
+    count = len(ids)
+    if max_tokens < 1 or count < 2:
         return []
     text = ids if isinstance(ids, array) and ids.typecode == "q" else array("q", ids)
-    data = text.tobytes()
-    for n in range(min(max_ngram, len(text) - 1), min_ngram - 1, -1):
-        at = _last_before(data, data[-n * _ITEM :])
-        if at >= 0:
-            return text[at + n : at + n + max_tokens].tolist()
-    return []
-
-
-def _last_before(data: bytes, tail: bytes) -> int:
-    """The index of the last id from which on `data` holds `tail`, its own end apart; or -1.
-
-    A search in bytes is a hundred times as fast as one in Python over ids; what it finds across
-    the borders of ids is passed over.
-    """
-    end = len(data) - _ITEM  # so that at least one id follows
-    while True:
-        at = data.rfind(tail, 0, end)
-        if at < 0 or at % _ITEM == 0:
-            return at // _ITEM if at >= 0 else -1
-        end = at + len(tail) - 1
+    known = np.frombuffer(text, np.int64)  # no copy; the array cannot grow while it is held
+    places, found = (known[:-1] == text[-1]).nonzero()[0], -1  # where n-grams end like the text
+    for n in range(1, min(max_ngram, count - 1) + 1):
+        if n > 1:
+            places = places[places >= n - 1]
+            places = places[known[places - n + 1] == text[-n]]
+        if not len(places):
+            break
+        if n >= min_ngram:
+            found = int(places[-1])
+    return text[found + 1 : found + 1 + max_tokens].tolist() if found >= 0 else []
 
 
 # How many ------------------------------------------------------------------------------------
@@ -172,20 +155,24 @@ class Acceptance:
         """
         without = costs.of(tokens)
 
-        def speed(drafts: int) -> float:
-            seconds = max(without, costs.of(tokens + drafts))
-            return (expected - 1 + self.tokens(drafts)) / seconds
-
         def extra(drafts: int) -> float:
             return max(without, costs.of(tokens + drafts)) / without - 1
 
-        self._extra = extra
-        maximum = extra(_PROBE) + _PROBING  # no more than one probe is saved up
-        self._credit = min(self._credit + _PROBING / streams, maximum)
-        best = max(range(1, MAX_DRAFTS + 1), key=speed)
-        if speed(best) > _GAIN * expected / without:
-            return best
-        return _PROBE if self._credit > extra(_PROBE) else 0
+        self._extra, probe = extra, extra(_PROBE)
+        # no more than one probe is saved up
+        self._credit = min(self._credit + _PROBING / streams, probe + _PROBING)
+        best, fastest = 0, _GAIN * expected
+        rate, given, chance = self.rate, expected, 1.0
+        if rate > (_GAIN - 1) * expected * (1 - rate):  # else not even drafts for nothing pay
+            for drafts in range(1, MAX_DRAFTS + 1):
+                chance *= rate
+                given += chance
+                cost = 1 + extra(drafts)
+                if (speed := given / cost) > fastest:
+                    best, fastest = drafts, speed
+                if given * (1 - rate) + chance * rate <= fastest * cost * (1 - rate):
+                    break  # all that could come with more drafts would not pay for these
+        return best or (_PROBE if self._credit > probe else 0)
 
     def learn(self, drafts: int, right: int) -> None:
         """Enter that the first `right` of the drafts of a step were."""
@@ -198,55 +185,3 @@ class Acceptance:
             self._credit = math.inf  # what was right is tried again
         elif lost > 0:
             self._credit -= lost
-
-
-# What is asked for --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class DraftChoice:
-    """What a value of `speculation` means.
-
-    maximum: drafts of a step. adaptive: only as many of them as make the request faster here.
-    sources: what may draft.
-    """
-
-    maximum: int
-    adaptive: bool
-    sources: frozenset[Source]
-
-
-_BOTH: frozenset[Source] = frozenset(("ngram", "head"))
-_WORDS = {
-    "auto": DraftChoice(MAX_DRAFTS, True, _BOTH),
-    "ngram": DraftChoice(MAX_DRAFTS, True, frozenset({"ngram"})),
-    "head": DraftChoice(MAX_DRAFTS, True, frozenset({"head"})),
-    "off": DraftChoice(0, False, frozenset()),
-}
-SPECULATION_WORDS = tuple(_WORDS)
-
-
-def read_speculation(value: Speculation | object, expected: str) -> DraftChoice:
-    """What `value` asks for; `expected` begins the text of the ValueError that it may be."""
-    if value is None:
-        return _WORDS["off"]
-    if isinstance(value, str) and value in _WORDS:
-        return _WORDS[value]
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return DraftChoice(value, False, _BOTH) if value else _WORDS["off"]
-    words = ", ".join(f'"{word}"' for word in _WORDS)
-    raise ValueError(f"{expected} {words}, None or an integer at least 0, got {shown(value)}")
-
-
-class DraftHeadError(BitNetError, ValueError):
-    """A draft head was asked for that the model does not have."""
-
-
-def check_draft_head(value: Speculation, model: object, expected: str) -> None:
-    """Raise DraftHeadError where "head" is asked for and `model` has no draft head."""
-    if isinstance(value, str) and value == "head" and getattr(model, "draft_head", None) is None:
-        raise DraftHeadError(
-            f'{expected} "head" only for a model with a draft head, got one without; load it '
-            "without draft=False, or convert it again with --draft-from BASE, a checkpoint that "
-            'has mtp.* tensors; "auto" and "ngram" need none'
-        )

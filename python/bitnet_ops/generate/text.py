@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from bitnet_ops.arguments import shown
 from bitnet_ops.errors import counted
+from bitnet_ops.generate.draft_choice import DEFAULT_SPECULATION, Speculation, read_speculation
 from bitnet_ops.generate.draft_report import DraftCounts
 from bitnet_ops.generate.request import Limits
 from bitnet_ops.generate.run import Generation, Run, Timing, TokenLogprobs
 from bitnet_ops.generate.sampling import SamplingParams
-from bitnet_ops.generate.speculation import DEFAULT_SPECULATION, Speculation, read_speculation
 from bitnet_ops.generate.tokenizer import Tokenizer
 
 # Options -------------------------------------------------------------------------------------

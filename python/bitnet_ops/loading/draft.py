@@ -1,4 +1,4 @@
-"""The head that drafts tokens in a model file: read apart from the text model, and checked."""
+"""The draft head in a model file: read apart from the text model, and checked."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from bitnet_ops.config.draft import (
     PREFIX,
     DraftConfig,
     draft_config,
-    draft_shapes,
 )
+from bitnet_ops.config.draft_shapes import draft_shapes
 from bitnet_ops.formats.sglbitnt import Reader, model_file
 from bitnet_ops.loading.model_contents import model_config
 from bitnet_ops.models import Decoder, TensorError
@@ -79,7 +79,7 @@ def check_draft_tensors(reader: Reader, model: ModelConfig, draft: DraftConfig) 
     for word, names in (("missing", expected.keys() - found), ("unknown", found - expected.keys())):
         if names:
             raise TensorError(
-                f"model: expected the {len(expected)} tensors of a head that drafts tokens, got "
+                f"model: expected the {len(expected)} tensors of a draft head, got "
                 f"{len(found)}; {word}: {min(names)}; {_REMEDY}"
             )
     for name, shape in expected.items():

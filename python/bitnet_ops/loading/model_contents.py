@@ -79,7 +79,7 @@ def _from_names(config: Mapping[str, Any], names: Iterable[str]) -> str | None:
 
 
 def own_tensors(reader: Reader, config: ModelConfig) -> dict[str, TensorInfo]:
-    """The text model's tensors without those that repeat others or belong to a head that drafts.
+    """The text model's tensors without those that repeat others or belong to a draft head.
 
     Raises TensorError where such a copy is not equal to what it repeats, and for a tower for images
     that is not whole, of which no data are read.
@@ -104,7 +104,7 @@ def _without_tower(reader: Reader) -> dict[str, TensorInfo]:
 
 
 def _without_head(reader: Reader, tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """`tensors` but for those of a head that drafts tokens, if the file's config has one.
+    """`tensors` but for those of a draft head, if the file's config has one.
 
     They are checked where the head is read (loading/draft.py).
     """

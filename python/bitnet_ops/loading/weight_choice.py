@@ -59,7 +59,7 @@ class Matrices:
 
     @classmethod
     def of_tensors(cls, infos: Iterable[sglbitnt.TensorInfo]) -> Matrices:
-        """Of a model file, but for a head that drafts tokens."""
+        """Of a model file, but for a draft head."""
         packed = [info for info in infos if info.packed and not info.name.startswith(DRAFTS)]
         fields = LAYOUTS["canonical"]["fields"]
         return cls(

@@ -19,6 +19,7 @@ from torch import Tensor
 from bitnet_ops import ops
 from bitnet_ops.arguments import shown
 from bitnet_ops.blocks.attention import GLOBAL_ROPE, LOCAL_ROPE, policy_of
+from bitnet_ops.blocks.draft import HEAD
 from bitnet_ops.blocks.listing import Listing, draft_listing, listing
 from bitnet_ops.config import ModelConfig, Rotation
 from bitnet_ops.config.draft import DraftConfig
@@ -38,7 +39,7 @@ from bitnet_ops.nn.kv_cache import KVCache
 from bitnet_ops.nn.kv_config import kept_of
 from bitnet_ops.nn.kv_pool import PagedPool
 from bitnet_ops.nn.linear import BitLinear
-from bitnet_ops.nn.lora import Adapter, check_fits
+from bitnet_ops.nn.lora import Adapter, LoraError, check_fits
 from bitnet_ops.nn.packing import Cast, PackedWeight, dtype_after
 from bitnet_ops.nn.rotary import Rotary, local_rotary, rotary
 from bitnet_ops.nn.storage import check_activation_format
@@ -192,7 +193,7 @@ class Decoder(Tracked):
         program = self._program(_Purpose(drafts=True))
         if program is None:
             return self._composed(self._draft_listing, batch, pool)
-        return self._run(program, batch, pool)
+        return program.step(self._inputs(batch), batch, pool)  # without adapters
 
     def add_adapter(self, adapter: Adapter, name: str | None = None) -> None:
         """Load a LoRA adapter beside the ternary projections, for sequences that name it.
@@ -201,6 +202,11 @@ class Decoder(Tracked):
         ternary projection of the model or has another shape, and for a name that is taken.
         """
         check_fits(self, adapter)
+        if (name := next((n for n in adapter.weights if n.startswith(HEAD)), None)) is not None:
+            raise LoraError(
+                f"lora: expected {name} to be a ternary projection of the model, got one of its "
+                "draft head, which adapters leave alone; leave it out of the adapter"
+            )
         adapter = scaled(adapter, self.config.scalings.residual, self.listing.added())
         self.adapters.add(name, PackedAdapter.of(adapter))
 

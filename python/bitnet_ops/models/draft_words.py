@@ -21,7 +21,8 @@ from bitnet_ops.memory.arena import Arena, aligned
 from bitnet_ops.nn.head import HeadWeight
 from bitnet_ops.nn.storage import LAYOUTS
 
-DEFAULT_WORDS = 32768
+# With less, drafts miss words; with more, each is dearer (docs/notes/drafts.md has both).
+DEFAULT_WORDS = 16384
 
 _STAY = 4  # the first 1/4 of the list never leaves: bytes, punctuation, the commonest words
 # What a call of `learn` may copy. A row in tiles touches the lines of its neighbours too, and takes
@@ -62,7 +63,7 @@ class DraftWords:
     ) -> None:
         if size < 1:
             raise ValueError(f"DraftWords: expected size at least 1, got {size}")
-        self._vocabulary = head.out_features
+        self._trunk, self._vocabulary = head, head.out_features
         n = min(size, self._vocabulary)
         self.ids = torch.arange(n)
         self._ids = self.ids.numpy()
@@ -109,6 +110,10 @@ class DraftWords:
         if not self._copies:
             return 0 <= word < self._vocabulary
         return 0 <= word < self._stay or word in self._recent or word in self._always
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy, also of a pickle, has rows of its own, of its own trunk; it begins anew.
+        return type(self), (self._trunk, len(self.ids), self._always)
 
     def __repr__(self) -> str:
         return f"DraftWords({len(self.ids)} of {self._vocabulary} words, {self.head.head_format})"
@@ -160,7 +165,7 @@ class DraftWords:
 class _Copy(Protocol):
     """Copies single rows of a tensor to a smaller one of the same layout.
 
-    `touched`: bytes of the lines of memory that one row takes, in both.
+    `touched`: bytes of the lines of memory that one row takes, in both: what it costs.
     """
 
     touched: int
@@ -275,7 +280,7 @@ class _Base3:
         # the four bytes of a lane as one number: a row is then gathered and put back at once
         self._from = _array(source.view(torch.int32).squeeze(-1))
         self._to = _array(target.view(torch.int32).squeeze(-1))
-        self.touched = 2 * self._from[0].nbytes
+        self.touched = 3 * self._from[0].nbytes  # looking bytes up takes as long as half of that
         self._code, self._with_code = _base3_tables()
 
     def _at(self, row: int) -> tuple[int, int, int]:

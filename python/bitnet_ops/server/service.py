@@ -22,6 +22,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from bitnet_ops.generate.draft_choice import DEFAULT_SPECULATION, Speculation
 from bitnet_ops.generate.draft_report import DraftCounts
 from bitnet_ops.generate.engine import Engine, Event, Failed, Finished, Limits, NewToken
 from bitnet_ops.generate.engine_thread import EngineThread
@@ -32,7 +33,6 @@ from bitnet_ops.generate.request import Consumer
 from bitnet_ops.generate.run import TokenLogprobs
 from bitnet_ops.generate.sampling import SamplingError, SamplingParams
 from bitnet_ops.generate.scoring import embed_steps, prompt_logprobs_steps
-from bitnet_ops.generate.speculation import DEFAULT_SPECULATION, Speculation
 from bitnet_ops.generate.tokenizer import TokenizerError
 from bitnet_ops.nn.blocks import PoolFullError
 from bitnet_ops.server.catalog import Catalog, Served
