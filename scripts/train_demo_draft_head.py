@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train the head that drafts tokens for the demo model of the package, and measure it.
+"""Train the draft head for the demo model of the package, and measure it.
 
     apt-get install bible-kjv                       # public-domain text (bible-kjv-text)
     bible -f "Gen1:1-Rev22:21" > kjv.txt            # as for train_demo_model.py
@@ -98,7 +98,7 @@ def arguments():
     p.add_argument("--text", required=True)
     p.add_argument("--out", required=True, type=Path)
     p.add_argument("--steps", type=int, default=2200, help="on pieces of 256 tokens, 8 a step")
-    p.add_argument("--long-steps", type=int, default=900, help="on pieces of 1000, 2 a step")
+    p.add_argument("--long-steps", type=int, default=400, help="on pieces of 1000, 2 a step")
     p.add_argument("--minutes", type=float, default=1e9, help="end each of both by then")
     p.add_argument("--width", type=int, default=512, help="of the MLP")
     p.add_argument("--rate", type=float, default=4e-3)

@@ -1,4 +1,4 @@
-"""Heads that draft tokens with weights that hide nothing: what is done wrongly shows in logits.
+"""Draft heads with weights that hide nothing: what is done wrongly shows in logits.
 
 A head that was trained plainly has norms near 1, gates near their middle, and two halves of `fc`
 that do alike; half of what one can do wrongly in running it then changes next to nothing.

@@ -1,4 +1,4 @@
-"""Training of heads that draft tokens: what is computed, what is learned, what is written.
+"""Training of draft heads: what is computed, what is learned, what is written.
 
 The oracle here is a plain float64 forward of one draft after another, with a list of keys; it
 shares no code with the head that is trained, which runs all places of a text at once.

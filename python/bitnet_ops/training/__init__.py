@@ -5,7 +5,7 @@
     training.export(model, "deployed/", form="bin", tokenizer="checkpoint/")
 
 `TrainableBitLinear` is the layer people train; `bitnet_ops.BitLinear` is the packed layer that runs
-afterwards. `train_draft_head` trains a head that drafts tokens for a model that has none.
+afterwards. `train_draft_head` trains a draft head for a model that has none.
 docs/guide/training.md has the whole story. No forward that trains uses inference ops.
 """
 
