@@ -18,6 +18,7 @@ from bitnet_ops import language_model, machine
 from bitnet_ops.cli import _parse, main, serve
 from bitnet_ops.cli.generate import looks_like_a_model, open_model
 from bitnet_ops.cli.terminal import TextError, checked
+from bitnet_ops.convert import convert
 from bitnet_ops.generate.draft_choice import DraftHeadError
 from bitnet_ops.generate.engine_core import EngineCore
 from bitnet_ops.language_model import DEMO_DIR
@@ -303,8 +304,9 @@ def test_a_draft_head_is_read_where_it_may_be_used(
 
 
 def test_a_server_of_a_model_without_a_draft_head_does_not_begin_with_one(model: str) -> None:
-    args = _parse(["serve", model, "--model", "b=my-demo", "--speculation", "head"])
-    expected = r'^serve: my-demo: expected --speculation "head" only .* got one without; load it'
+    convert(model, "plain", draft=False)
+    args = _parse(["serve", model, "--model", "b=plain", "--speculation", "head"])
+    expected = r'^serve: b: expected --speculation "head" only .* got one without; load it'
     with pytest.raises(DraftHeadError, match=expected):
         serve._load(args)
 
@@ -412,7 +414,7 @@ def test_an_answer_that_breaks_off_ends_its_line_in_a_file(
 
     monkeypatch.setattr(EngineCore, "step", broken)
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
-    assert main([*command, "-n", "8", "--temp", "0"]) == 1
+    assert main([*command, "-n", "8", "--temp", "0", "--speculation", "off"]) == 1
     out, err = capsys.readouterr()
     shown = PROMPT if command[0] == "generate" else ""
     assert out == f"{shown} him,\n" and "expected a step" in err.splitlines()[-1]

@@ -170,8 +170,9 @@ def run_jobs(
             continue
         assert [e.token_id for e in events[id] if isinstance(e, NewToken)] == tokens, seed
     head = stats.drafts.head
+    by_head = {"head right": head.accepted, "head wrong": head.drafted - head.accepted}
     return Counter(
-        {"head right": head.accepted, "head wrong": head.drafted - head.accepted},
+        by_head if head.drafted else {},
         accepted=stats.accepted_drafts,
         rejected=stats.drafted_tokens - stats.accepted_drafts,
         reused=stats.reused_tokens,

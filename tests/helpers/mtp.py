@@ -9,9 +9,9 @@
     write_mlx(folder, made, head)      an MLX package, the head in a file beside it or left out
 
 Names and forms are those of transformers' checkpoints of Qwen3.5 (`mtp.*` beside `model.*`),
-llama.cpp `conversion/qwen.py` (a block behind the decoder's, norms 1 + w, nextn keys), PrismML's
+llama.cpp `conversion.qwen` (a block behind the decoder's, norms 1 + w, nextn keys), PrismML's
 fork (which lists rotated matrices in prism.hadamard.weight_names) and of vllm-mlx
-`add_mtp_weights_qwen35.py` (norms 1 + w, matrices plain or by MLX's `quantize`, named in the
+`add_mtp_weights_qwen35` (norms 1 + w, matrices plain or by MLX's `quantize`, named in the
 index). It must never import bitnet_ops.
 """
 

@@ -111,10 +111,27 @@ ProductShape shape_of(const ProductJob& job) {
           .grouped = job.grouped()};
 }
 
+namespace {
+
+// Whether a row may be forced on a product of tokens whose order `token_tile` has chosen, by a
+// shape of another format, which the row may not take.
+bool fits_order(const KernelTable& kernels, const ProductAlgorithm& row,
+                const ProductShape& shape) {
+  if (shape.grouped || !shape.tiles()) return true;
+  ProductShape other = shape;
+  other.format = layout::WeightFormat::kTwoBit;
+  return row.takes(other) ||
+         chosen(kernels.products, kernels.choices, other).blocking(other).token_tile ==
+             row.blocking(shape).token_tile;
+}
+
+}  // namespace
+
 const ProductAlgorithm& algorithm_for(const KernelTable& kernels, const ProductShape& shape) {
   if (!forced_product().empty()) {
     const ProductAlgorithm* forced = find_algorithm(kernels, forced_product());
-    if (forced != nullptr && forced->takes(shape)) return *forced;
+    if (forced != nullptr && forced->takes(shape) && fits_order(kernels, *forced, shape))
+      return *forced;
   }
   return chosen(kernels.products, kernels.choices, shape);
 }

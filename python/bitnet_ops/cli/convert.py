@@ -83,8 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft-from",
         metavar="BASE",
-        help="base model to take the draft head from: a folder with its mtp tensors, "
-        "a .gguf file or a converted model (by default: the source's own, if it has one)",
+        help="base model to take a draft head from (default: the source's own)",
     )
     parser.add_argument("--no-draft", action="store_true", help="leave the draft head out")
     parser.add_argument(

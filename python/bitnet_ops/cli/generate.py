@@ -143,9 +143,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, drafts: bool = True)
         action="store_false",
         help="reject what is not converted, instead of converting it once",
     )
-    group.add_argument(
-        "--lora", metavar="DIR", help="run the LoRA adapter of a PEFT directory beside the model"
-    )
+    group.add_argument("--lora", metavar="DIR", help="PEFT directory with a LoRA adapter to run")
     group.add_argument(
         "--head-format",
         choices=tuple(HEAD_FORMATS),
@@ -271,7 +269,7 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
         type=_speculation,
         default=DEFAULT_SPECULATION,
         metavar="HOW",
-        help="guess tokens, verify some at once; same text: auto (default), ngram, head, off, N",
+        help="draft tokens; same text: auto (default), ngram, head, off, N",
     )
 
 

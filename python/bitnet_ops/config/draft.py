@@ -2,7 +2,7 @@
 
 It is one layer of the decoder's kind over the trunk's own states, with the trunk's embedding and
 output head. Names are those of Qwen3.5's checkpoints (transformers leaves these tensors out; vLLM
-`qwen3_5_mtp.py` reads them):
+`qwen3_5_mtp` reads them):
 
     x = fc [ norm(embed(token t + 1); pre_fc_norm_embedding) ; norm(h_t; pre_fc_norm_hidden) ]
     y = layers.0(x);   logits of token t + 2 = output head (norm(y; norm))

@@ -18,6 +18,7 @@ from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.draft import DIGITS, FEEDS, MATRICES, DraftConfig
 from bitnet_ops.config.draft_shapes import draft_shapes
 from bitnet_ops.convert.errors import listed
+from bitnet_ops.errors import BitNetError
 from bitnet_ops.nn.digits import digit_group, to_digits
 from bitnet_ops.nn.packing import PackedWeight
 
@@ -35,7 +36,7 @@ _OTHERS = {
 }
 
 
-class HeadError(Exception):
+class HeadError(BitNetError, ValueError):
     """A head that cannot be taken over. str(): `expected ..., got ...`, for a remark or an error.
 
     code: of the ConvertError, where the user has asked for the head.

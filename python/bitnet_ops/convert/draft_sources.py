@@ -1,8 +1,8 @@
 """Draft heads as files have them: checkpoints, MLX packages, GGUF, model files.
 
-Sources: llama.cpp `conversion/qwen.py` (`mtp.*` becomes a block behind the decoder's, with the norm
+Sources: llama.cpp `conversion.qwen` (`mtp.*` becomes a block behind the decoder's, with the norm
 of the head as nextn.shared_head_norm; norms are written as 1 + w); mlx-lm, whose converter drops
-`mtp.*`; vllm-mlx `add_mtp_weights_qwen35.py`, which puts them beside a package, norms as 1 + w,
+`mtp.*`; vllm-mlx `add_mtp_weights_qwen35`, which puts them beside a package, norms as 1 + w,
 matrices as they are or in groups as MLX's `quantize` has them.
 """
 
