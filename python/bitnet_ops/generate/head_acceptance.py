@@ -23,7 +23,9 @@ class HeadAcceptance:
             scales = [min(1.0, _SHARED_WEIGHT / (r + w)) for r, w in pairs]
             self._right = [s * r for s, (r, _) in zip(scales, pairs, strict=True)]
             self._wrong = [s * w for s, (_, w) in zip(scales, pairs, strict=True)]
-        self.credit = 0.0  # saved up for probes, in steps
+        # what may be spent on finding out whether drafts pay, and has been saved by them; what the
+        # drafts of a step cost; and what a token is worth: in steps
+        self.credit = self.price = self.token = 0.0
 
     def __repr__(self) -> str:
         rates = ", ".join(f"{self.rate(depth):.2f}" for depth in range(MAX_DEPTH))
@@ -40,8 +42,7 @@ class HeadAcceptance:
 
     def learn(self, drafts: int, right: int) -> None:
         """Enter that the first `right` of the drafts of a step were right."""
-        if right:
-            self.credit = min(self.credit + right, SAVED)
+        self.credit = min(max(self.credit + right * self.token - self.price, -SAVED), SAVED)
         for depth in range(min(drafts, right + 1, MAX_DEPTH)):
             was_right = depth < right
             self._right[depth] = _KEPT * self._right[depth] + was_right

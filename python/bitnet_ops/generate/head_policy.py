@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from bitnet_ops.generate.head_acceptance import MAX_DEPTH, SAVED, HeadAcceptance
+from bitnet_ops.generate.head_acceptance import MAX_DEPTH, HeadAcceptance
 from bitnet_ops.generate.request import Request
 from bitnet_ops.generate.speculation import StepCosts
 
 _UNKNOWN = 0.15  # steps that a draft costs, until some have been measured
 _FIRST = 6  # times, which bind a program, write memory first and measure ways to multiply
 _GAIN = 1.03  # drafts promise at least so much; costs are not known more exactly
-_PROBING = 0.01  # share of the time that finding out whether drafts pay may cost
+_PROBING = 0.005  # share of the time that finding out whether drafts pay may cost
 
 
 class Confidence:
@@ -124,7 +124,7 @@ class HeadPolicy:
         if not known:
             return {}
         known.sort(key=lambda one: -one[0].gain(min(one[2], MAX_DEPTH)))
-        best, chosen = _GAIN * expected / without, (0, 0)
+        best, chosen, taken = _GAIN * expected / without, (0, 0), 0.0
         for depth in range(1, MAX_DEPTH + 1):
             gains = [one.gain(min(limit, depth)) for one, _, limit in known]
             for count in _counts(len(known)):
@@ -134,9 +134,13 @@ class HeadPolicy:
                 )
                 speed = (expected + math.fsum(gains[:count])) / seconds
                 if speed > best:
-                    best, chosen = speed, (count, depth)
+                    best, chosen, taken = speed, (count, depth), seconds
         count, depth = chosen
+        for one, _, _ in known:
+            one.credit, one.token = one.credit + _PROBING / len(known), 1 / expected
         if depth:  # how many of them each time, their probabilities say
+            for one, _, _ in known[:count]:
+                one.price = (taken / without - 1) / count
             return {id: min(limit, MAX_DEPTH) for _, id, limit in known[:count]}
         return self._probe(known, steps, tokens, without)
 
@@ -154,12 +158,10 @@ class HeadPolicy:
         """One draft for the request that has waited longest for it, once its cost is small."""
         price = max(without, steps.of(tokens + 1)) + self._cost(1, without)
         price = price / without - 1
-        for one, _, _ in known:
-            one.credit += _PROBING / len(known)
         one, id, _ = max(known, key=lambda of: of[0].credit)
         if one.credit < price:
             return {}
-        one.credit = min(one.credit, SAVED) - price
+        one.price = price
         return {id: 1}
 
     def _of(self, request: Request) -> HeadAcceptance:

@@ -427,6 +427,8 @@ class Scheduler:
         for step, drafts, judge in zip(steps, found, judges, strict=True):
             step.drafts, step.source = drafts[: step.request.allowed(drafts)], "head"
             step.sure = judge.sure[: len(step.drafts)]
+            if not step.drafts:  # they have cost their time all the same
+                self.head_drafts.learn(step.request, (), 0)
 
     def _room(self, request: Request, drafts: int) -> int:
         """For how many of so many drafts a request has blocks now, those that are free included."""
