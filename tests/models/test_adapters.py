@@ -48,6 +48,8 @@ def make_adapter(model: Decoder, seed: int, **changes: Any) -> Adapter:
     g = torch.Generator().manual_seed(seed)
     weights = {}
     for name, layer in model.named_modules():
+        if name.startswith("mtp."):  # a draft head, which has no adapters
+            continue
         if type(layer) is not BitLinear or torch.rand(1, generator=g) > options["share"]:
             continue
         rank = options["ranks"][int(torch.randint(len(options["ranks"]), (1,), generator=g))]

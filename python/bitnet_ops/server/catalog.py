@@ -48,10 +48,14 @@ class Served:
 
     @property
     def parameters(self) -> int:
-        """How many weights the model has, unpacked."""
+        """How many weights the model has, unpacked, without a draft head."""
         found = 0
+        head = getattr(self.lm.model, "draft_head", None)
+        left_out = set() if head is None else {*head.modules()}
         module: Any
         for module in self.lm.model.modules():
+            if module in left_out:
+                continue
             if hasattr(module, "in_features"):
                 found += module.in_features * module.out_features
             else:
