@@ -20,10 +20,12 @@ from torch import Tensor
 
 import bitnet_ops
 from bitnet_ops import LanguageModel
+from bitnet_ops.convert import convert
 from bitnet_ops.generate import drafting, scheduler
 from bitnet_ops.generate.engine import Engine, Limits, SamplingParams, SchedulerOptions
 from bitnet_ops.generate.request import Request
 from bitnet_ops.generate.sampling import Sampler
+from bitnet_ops.language_model import DEMO_DIR
 from bitnet_ops.models import Decoder
 from bitnet_ops.models.draft_words import DraftWords
 from bitnet_ops.nn.lora import Adapter, LoraError, LoraWeight
@@ -195,12 +197,15 @@ def test_a_model_without_recurrent_layers_needs_no_checkpoints() -> None:
     assert engine.stats().checkpoints == engine.stats().state_slots == 0
 
 
-# The demo model, which ships with a head ----------------------------------------------------------
+# The demo model with a head that was distilled from it --------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def demo() -> LanguageModel:
-    return bitnet_ops.load()
+def demo(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    folder = tmp_path_factory.mktemp("demo") / "with-head"
+    head = Path(__file__).parents[1] / "data" / "demo_head"
+    convert(DEMO_DIR, folder, draft_from=head)
+    return bitnet_ops.load(folder)
 
 
 @pytest.mark.parametrize(

@@ -286,15 +286,15 @@ def test_timings_and_metrics_say_what_was_drafted(stream: bool, stop: str | None
         return {(name, source): float(n) for name, source, n in re.findall(row, text, re.M)}
 
     with serving(app_of({"demo": lm}, speculation=4)) as address:
-        assert len(before := shown(address)) == 4 and not any(before.values())
+        assert (before := shown(address)) and not any(before.values())
         found = timings(address, body)
         until(lambda: not lm.engine.has_work)
         stats, told = lm.engine.stats().drafts, shown(address)
     assert 0 < found["draft_n_accepted"] <= found["draft_n"]
     if stop is None:
         assert (found["draft_n"], found["draft_n_accepted"]) == (stats.drafted, stats.accepted)
-    for source, counts in (("ngram", stats.ngram), ("head", stats.head)):
-        assert (told["drafted_tokens", source], told["accepted_drafts", source]) == counts
+    assert (told["drafted_tokens", "ngram"], told["accepted_drafts", "ngram"]) == stats.ngram
+    assert stats.head.drafted == 0  # the demo has no head
     with serving(app_of({"demo": greedy_demo()}, speculation="off")) as address:
         assert {"draft_n", "draft_n_accepted"}.isdisjoint(timings(address, body))
 
