@@ -286,15 +286,14 @@ def test_timings_and_metrics_say_what_was_drafted(stream: bool, stop: str | None
         return {(name, source): float(n) for name, source, n in re.findall(row, text, re.M)}
 
     with serving(app_of({"demo": lm}, speculation=4)) as address:
-        assert (before := shown(address)) and not any(before.values())
+        assert shown(address) == {("drafted_tokens", "ngram"): 0, ("accepted_drafts", "ngram"): 0}
         found = timings(address, body)
         until(lambda: not lm.engine.has_work)
         stats, told = lm.engine.stats().drafts, shown(address)
     assert 0 < found["draft_n_accepted"] <= found["draft_n"]
     if stop is None:
-        assert (found["draft_n"], found["draft_n_accepted"]) == (stats.drafted, stats.accepted)
-    assert (told["drafted_tokens", "ngram"], told["accepted_drafts", "ngram"]) == stats.ngram
-    assert stats.head.drafted == 0  # the demo has no head
+        assert (found["draft_n"], found["draft_n_accepted"]) == stats.ngram
+    assert tuple(told.values()) == stats.ngram
     with serving(app_of({"demo": greedy_demo()}, speculation="off")) as address:
         assert {"draft_n", "draft_n_accepted"}.isdisjoint(timings(address, body))
 
@@ -523,7 +522,7 @@ def test_sigterm_lets_answers_end_and_admits_nobody() -> None:
     process, address = start("--drain", "20")
     url = f"{address}/v1/completions"
     with httpx.stream(
-        "POST", url, json={"prompt": "In", "max_tokens": 900, "stream": True}
+        "POST", url, json={"prompt": "In", "max_tokens": 900, "stream": True, "ignore_eos": True}
     ) as response:
         lines = response.iter_lines()
         next(lines)
@@ -533,8 +532,7 @@ def test_sigterm_lets_answers_end_and_admits_nobody() -> None:
             if httpx.post(url, json={"prompt": "In"}).status_code == 503:
                 raise httpx.HTTPError("refused")
         rest = [line for line in lines if line]
-    assert rest[-1] == "data: [DONE]"
-    assert re.search(r'"finish_reason":"(length|stop)"', rest[-2])  # it is drawn without a seed
+    assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
     assert process.wait(20) == 0
     assert process.stderr is not None and "Traceback" not in process.stderr.read()
 

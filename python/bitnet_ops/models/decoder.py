@@ -351,6 +351,10 @@ class Decoder(Tracked):
         factor = self._ropes[GLOBAL_ROPE].attention_factor
         return str(self.dtype).removeprefix("torch."), factor
 
+    def _lines(self, keeps: bool) -> Listing:
+        """The program; keeps: with what makes keys and values of the head."""
+        return listing(self.cache_config, *self._form) if keeps else self.listing
+
     @property
     def _draft_listing(self) -> Listing:
         return draft_listing(self.cache_config, *self._form)
@@ -376,7 +380,7 @@ class Decoder(Tracked):
         ropes = {f"rope.{name}": rope.inv_freq for name, rope in self._ropes.items()}
         if purpose.drafts:
             return bind(self._draft_listing, self, ropes)
-        lines = listing(self.cache_config, *self._form) if purpose.keeps else self.listing
+        lines = self._lines(purpose.keeps)
         lines = lines if purpose.logits else lines.of_states
         lines = dataclasses.replace(lines, lora=self.adapters.lines())
         return bind(lines, self, {**ropes, **self.adapters.tensors()})
@@ -395,8 +399,7 @@ class Decoder(Tracked):
     def step_states(self, batch: StepBatch, pool: PagedPool) -> Tensor:
         """As step, but what the head would read: f32 [rows, hidden] after the last norm."""
         if (program := self._program(_Purpose(False, keeps_drafts(pool)))) is None:
-            keeps = keeps_drafts(pool)
-            lines = listing(self.cache_config, *self._form) if keeps else self.listing
+            lines = self._lines(keeps_drafts(pool))
             return self._last_norm(self._composed(lines, batch, pool)[batch.logit_rows])
         return self._run(program, batch, pool)
 
