@@ -304,8 +304,9 @@ def test_a_draft_head_is_read_where_it_may_be_used(
 
 
 def test_a_server_of_a_model_without_a_draft_head_does_not_begin_with_one(model: str) -> None:
-    convert(model, "plain", draft=False)
-    args = _parse(["serve", model, "--model", "b=plain", "--speculation", "head"])
+    head = Path(__file__).parents[1] / "data" / "demo_head"
+    convert(model, "drafting", draft_from=head)
+    args = _parse(["serve", "drafting", "--model", f"b={model}", "--speculation", "head"])
     expected = r'^serve: b: expected --speculation "head" only .* got one without; load it'
     with pytest.raises(DraftHeadError, match=expected):
         serve._load(args)
