@@ -87,8 +87,7 @@ def prices(model: Decoder, repeats: int) -> None:
         print(f"step of {counts} tokens, {name:10}", " ".join(f"{t:7.2f}" for t in each), "ms;",
               " ".join(f"{t / one:.2f}" for t in each))  # fmt: skip
     pool = pools["with head"]
-    states = kept_states(pool, [1], [0])[:, None, None].contiguous()
-    part = DraftPool(pool, states)
+    part = DraftPool(pool).of(kept_states(pool, [1], [0]))
     batch = StepBatch.of([SequenceStep([3], _CONTEXT, [*range(8)], 1, None, (0, 0, 0))], 64)
     words = DraftWords(model.head)
     rows = model.draft_rows(batch, part)
@@ -156,9 +155,10 @@ def speeds(
     guesses = Guesses(texts, RATES[rates], vocab)
     choose = drafting.HeadDrafter._choose
 
-    def chosen(self: Any, requests: Sequence[Request], depth: int, logits: Tensor) -> list[int]:
-        choose(self, requests, depth, logits)
-        return guesses(requests, depth)
+    def chosen(
+        self: Any, requests: Sequence[Request], depth: int, logits: Tensor
+    ) -> tuple[list[int], list[float]]:
+        return guesses(requests, depth), choose(self, requests, depth, logits)[1]
 
     drafting.HeadDrafter._choose = chosen  # type: ignore[method-assign]
     try:

@@ -73,9 +73,10 @@ class Guesses:
 def guess(patch: pytest.MonkeyPatch, guesses: Guesses) -> None:
     choose = drafting.HeadDrafter._choose
 
-    def chosen(self: Any, requests: Sequence[Request], depth: int, logits: Tensor) -> list[int]:
-        choose(self, requests, depth, logits)  # changes nothing
-        return guesses(requests, depth)
+    def chosen(
+        self: Any, requests: Sequence[Request], depth: int, logits: Tensor
+    ) -> tuple[list[int], list[float]]:
+        return guesses(requests, depth), choose(self, requests, depth, logits)[1]
 
     patch.setattr(drafting.HeadDrafter, "_choose", chosen)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from bitnet_ops.generate.draft_choice import MAX_DRAFTS, Speculation, read_speculation
 from bitnet_ops.generate.engine import Finished, Limits, NewToken, SamplingParams
 from bitnet_ops.generate.request import Request
-from bitnet_ops.generate.speculation import Acceptance, StepCosts, propose
+from bitnet_ops.generate.speculation import Acceptance, Rest, StepCosts, propose
 from bitnet_ops.models.step_batch import StepBatch
 from paged_fake import VOCAB, FakeEngine, FakeModel, periodic
 
@@ -318,3 +318,33 @@ def test_the_longest_latest_repetition_is_continued(
 )
 def test_cases(ids: list[int], draft: list[int]) -> None:
     assert propose(ids, 3) == draft
+
+
+def test_asking_takes_a_hundredth_of_the_time() -> None:
+    rest = Rest()
+    asked = 0
+    for _ in range(1000):
+        if rest.over([1, 2]):
+            asked += 1
+            rest.begin(seconds=0.05, step=1.0)
+    assert asked == 167  # five steps without, then one with
+    assert rest.over([1, 2, 3])  # others have not been asked
+    rest.begin(seconds=100.0, step=1.0)
+    waited = next(n for n in range(100) if rest.over([1, 2, 3]))
+    assert waited == 16 and rest.steps == 17  # which count for what has been saved up
+
+
+def test_in_every_step_where_steps_are_long() -> None:
+    rest = Rest()
+    for _ in range(10):
+        assert rest.over([1])
+        rest.begin(seconds=0.009, step=1.0)
+
+
+def test_many_steps_with_drafts_are_followed_by_some_without() -> None:
+    rest, asked = Rest(), []
+    for _ in range(150):
+        asked.append(rest.over([7]))
+        if asked[-1]:
+            rest.drafted()
+    assert [i for i, one in enumerate(asked) if not one] == [64, 65, 66, 131, 132, 133]

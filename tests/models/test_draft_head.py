@@ -79,7 +79,7 @@ def drafts(
     for depth in range(count):
         sequence = SequenceStep([token], at + depth, [*range(1, 14)], 1, None, (0, 0, 0))
         batch = StepBatch.of([sequence], pool.block_size)
-        y = model.draft_rows(batch, DraftPool(pool, state[:, None, None].contiguous()))
+        y = model.draft_rows(batch, DraftPool(pool).of(state))
         normed = ops.rms_norm(y, model.mtp.norm.weight, model.config.rms_norm_eps)
         token = int(model.head(normed)[0].argmax())
         state = normed if model.mtp.draft.feed == "after" else y
@@ -240,12 +240,12 @@ def test_streams_draft_together_as_alone() -> None:
         for slot, (ids, table) in enumerate(zip(prompts, tables, strict=True))
     ]
     tokens = model.step(StepBatch.of(parts, 32), pool).argmax(-1).tolist()
-    states = kept_states(pool, [0, 1, 2], [0, 0, 0])[:, None, None].contiguous()
+    states = kept_states(pool, [0, 1, 2], [0, 0, 0])
     asked = [
         SequenceStep([token], len(ids), table, 1, None, (row, 0, 0))
         for row, (token, ids, table) in enumerate(zip(tokens, prompts, tables, strict=True))
     ]
-    together = model.draft_rows(StepBatch.of(asked, 32), DraftPool(pool, states))
+    together = model.draft_rows(StepBatch.of(asked, 32), DraftPool(pool).of(states))
     for row, ids in zip(together, prompts, strict=True):
         assert torch.equal(row, drafted(model, ids, [len(ids)])[0][0])
 

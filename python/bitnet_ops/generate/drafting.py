@@ -8,7 +8,9 @@ distribution leads to the same token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -47,6 +49,8 @@ class HeadDrafter:
         self._model, self._head, self._pool = model, model.mtp, pool
         ends = model.config.eos_token_ids
         self.words = DraftWords(model.head, always=ends) if words is None else words
+        self._ids = self.words.ids.numpy()  # the same memory, which changes in place
+        self._draft_pool = DraftPool(pool)
         # how many tokens of a request the words have seen
         self._seen: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
@@ -77,15 +81,13 @@ class HeadDrafter:
                 [_step(requests[i], found[i], row) for row, i in enumerate(rows)],
                 self._pool.block_size,
             )
-            pool = DraftPool(self._pool, states[:, None, None].contiguous())
-            y = self._model.draft_rows(batch, pool)
+            y = self._model.draft_rows(batch, self._draft_pool.of(states))
             normed = ops.rms_norm(y, self._head.norm.weight, self._model.config.rms_norm_eps)
             states = normed if self._head.draft.feed == "after" else y
             logits = self.words.head(normed)
-            sure = (logits.amax(-1) - logits.logsumexp(-1)).exp().tolist()
-            tokens = self._choose([requests[i] for i in rows], depth, logits)
-            for i, token, probability in zip(rows, tokens, sure, strict=True):
-                if token >= 0 and judges[i].takes(probability):
+            tokens, sure = self._choose([requests[i] for i in rows], depth, logits)
+            for i, token, logprob in zip(rows, tokens, sure, strict=True):
+                if token >= 0 and judges[i].takes(math.exp(logprob)):
                     found[i].append(token)
         return found, max(depths, default=0)
 
@@ -97,15 +99,22 @@ class HeadDrafter:
             self._seen[request] = len(request.ids)
         self.words.learn(new)
 
-    def _choose(self, requests: Sequence[Request], depth: int, logits: Tensor) -> list[int]:
-        """The next token of each request by logits f32 [n, words] of the head; -1: none."""
+    def _choose(
+        self, requests: Sequence[Request], depth: int, logits: Tensor
+    ) -> tuple[list[int], list[float]]:
+        """The next token of each request by logits f32 [n, words] of the head; -1: none.
+
+        Also the logarithm of the probability that the head's most probable word has.
+        """
         samplers = [request.sampler for request in requests]
+        _, top, logprobs = ops.top_logprobs(logits, _no_tokens(len(logits)), 1)
+        sure: list[float] = logprobs[:, 0].tolist()
         if all(s.params.greedy and not s.edits and s.constraint is None for s in samplers):
-            found: list[int] = self.words.ids[logits.argmax(-1)].tolist()
-            return found
+            found = [-1 if i < 0 else int(self._ids[i]) for i in top[:, 0].tolist()]
+            return found, sure
         if len(self.words.ids) < self._model.config.vocab_size:
             logits = self._spread(logits)
-        return draw_ahead(samplers, depth, logits)
+        return draw_ahead(samplers, depth, logits), sure
 
     def _spread(self, logits: Tensor) -> Tensor:
         """Logits f32 [n, words] as those of all tokens, -inf for the others."""
@@ -113,6 +122,11 @@ class HeadDrafter:
         whole = logits.new_full((len(logits), vocab), -torch.inf)
         whole[:, self.words.ids] = logits
         return whole
+
+
+@lru_cache(64)
+def _no_tokens(rows: int) -> Tensor:
+    return torch.full((rows,), -1)
 
 
 def _step(request: Request, drafts: Sequence[int], row: int) -> SequenceStep:

@@ -140,6 +140,7 @@ class EngineCore:
 
     def _compute(self, memory: EngineMemory) -> None:
         """The next tokens of the requests that the scheduler chooses."""
+        began = time.perf_counter()
         plan = memory.scheduler.schedule()
         for request, full in plan.failed:
             self._end(request, Failed(request.id, full))
@@ -147,7 +148,7 @@ class EngineCore:
         if not steps:
             return
         try:
-            outcomes = run_model(self.model, memory, plan, steps)
+            outcomes = run_model(self.model, memory, steps)
         except BaseException as error:
             for step in steps:
                 self._end(step.request, Failed(step.request.id, error))
@@ -156,6 +157,7 @@ class EngineCore:
             return
         for step, (sampled, failure) in zip(steps, outcomes, strict=True):
             self._commit(memory.scheduler, step, sampled, failure)
+        memory.scheduler.learn(plan, time.perf_counter() - began)
 
     def _may_run(self, request: Request) -> bool:
         """Not where its adapter has been removed meanwhile: then it fails, alone."""

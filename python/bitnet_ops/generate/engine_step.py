@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -11,18 +10,15 @@ from bitnet_ops import _runtime
 from bitnet_ops.generate.causal_model import CausalModel
 from bitnet_ops.generate.engine_memory import EngineMemory
 from bitnet_ops.generate.sampling import Sampled, draws_of, sample_steps
-from bitnet_ops.generate.scheduler import PlannedStep, Scheduler, StepPlan
+from bitnet_ops.generate.scheduler import PlannedStep, Scheduler
 from bitnet_ops.models.step_batch import StepBatch
 
 
 @torch.inference_mode()
 def run_model(
-    model: CausalModel, memory: EngineMemory, plan: StepPlan, steps: Sequence[PlannedStep]
+    model: CausalModel, memory: EngineMemory, steps: Sequence[PlannedStep]
 ) -> Sequence[tuple[list[Sampled], Exception | None]]:
-    """The model over the tokens of `steps`; then the next tokens of each request, or its error.
-
-    `steps` are those of `plan` whose requests may still run.
-    """
+    """The model over the tokens of `steps`; then the next tokens of each request, or its error."""
     wanted = [step.logits for step in steps]
     samplers, drafts = [s.request.sampler for s in steps], [s.drafts for s in steps]
     batch = StepBatch.of(
@@ -31,10 +27,8 @@ def run_model(
         _largest(sampler.largest for sampler in samplers),
         draws_of(samplers, wanted),
     )
-    began = time.perf_counter()
     logits = model.step(batch, memory.pool)
     _count_what_was_read(model, memory.scheduler, steps)
-    memory.scheduler.learn(plan, time.perf_counter() - began)
     return sample_steps(samplers, drafts, wanted, logits)
 
 

@@ -109,11 +109,12 @@ class HeadPolicy:
         steps: StepCosts,
         tokens: int,
         expected: float,
+        elapsed: int = 1,
     ) -> dict[int, int]:
         """How many drafts to make for which of `requests`, by their ids.
 
         limits: of each, at most. tokens: of the step so far, which gives `expected` tokens. steps:
-        what steps cost.
+        what steps cost. elapsed: steps since the last call.
         """
         without = steps.of(tokens)
         known = [
@@ -137,12 +138,29 @@ class HeadPolicy:
                     best, chosen, taken = speed, (count, depth), seconds
         count, depth = chosen
         for one, _, _ in known:
-            one.credit, one.token = one.credit + _PROBING / len(known), 1 / expected
+            one.credit += elapsed * _PROBING / len(known)
+            one.token = 1 / expected
         if depth:  # how many of them each time, their probabilities say
             for one, _, _ in known[:count]:
                 one.price = (taken / without - 1) / count
             return {id: min(limit, MAX_DEPTH) for _, id, limit in known[:count]}
         return self._probe(known, steps, tokens, without)
+
+    def speed(
+        self, request: Request, limit: int, steps: StepCosts, tokens: int, expected: float
+    ) -> float:
+        """What at most `limit` drafts for one request promise.
+
+        In tokens for the time of a step without drafts, as Acceptance.speed.
+        """
+        without, one = steps.of(tokens), self._of(request)
+        draft = self._cost(1, without)
+        return max(
+            (expected + one.gain(depth))
+            * without
+            / (max(without, steps.of(tokens + depth)) + depth * draft)
+            for depth in range(min(limit, MAX_DEPTH) + 1)
+        )
 
     def _cost(self, streams: int, without: float) -> float:
         cost = self.costs.of(streams) if self.costs.known else math.inf

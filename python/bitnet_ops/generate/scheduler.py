@@ -25,7 +25,7 @@ from bitnet_ops.generate.draft_report import NO_DRAFTS, DraftCounts, HeadReport
 from bitnet_ops.generate.head_acceptance import MAX_DEPTH
 from bitnet_ops.generate.head_policy import GoingOn, HeadPolicy, Worth
 from bitnet_ops.generate.request import Request, ShareRead, without
-from bitnet_ops.generate.speculation import StepCosts, propose
+from bitnet_ops.generate.speculation import Rest, StepCosts, propose
 from bitnet_ops.generate.states import Checkpoint, StateSlots, stops_of
 from bitnet_ops.models.step_batch import SequenceStep
 from bitnet_ops.nn.blocks import BlockAllocator, PoolFullError
@@ -177,11 +177,13 @@ class _Found(NamedTuple):
 class StepPlan:
     """`steps`: by the request's id. `failed`: requests that no step can run, with the reason.
 
-    `budget`: tokens that it may have. `decoding`: how many requests decode in it.
+    `budget`: tokens that it may have. `decoding`: how many requests decode in it. `drafting`: the
+    seconds that went into drafts and into choosing how many.
     """
 
     budget: int = 0
     decoding: int = 0
+    drafting: float = 0.0
     steps: dict[int, PlannedStep] = field(default_factory=dict)
     failed: list[tuple[Request, Exception]] = field(default_factory=list)
 
@@ -236,12 +238,13 @@ class Scheduler:
         self.running: list[Request] = []
         self.preemptions = self.prompt_tokens = self.reused_tokens = 0
         self.drafts, self.head_report = NO_DRAFTS, HeadReport()
+        self._rest = Rest()
         self.attention, self.inputs = ShareRead(), ShareRead()
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Enter how long the model took over a planned step."""
+        """Enter how long a planned step took from its plan to its tokens."""
         if plan.decoding == len(plan.steps):
-            self.costs.learn(plan.tokens, seconds)
+            self.costs.learn(plan.tokens, seconds - plan.drafting)
 
     def stats(self) -> EngineStats:
         """The counts at this moment."""
@@ -328,7 +331,7 @@ class Scheduler:
         for request in [r for r in self.running if r.remaining == 1]:
             self._plan(plan, request, 1)
         if plan.left and any(step.request.max_drafts for step in plan.steps.values()):
-            self._draft(plan)
+            self._draft_if_worth_it(plan)
         if plan.steps:
             maximum = self.options.prefill_beside_decode
             plan.budget = plan.tokens + (plan.left if maximum is None else min(plan.left, maximum))
@@ -347,12 +350,26 @@ class Scheduler:
         if tokens and request.blocks and self._make_room(plan, request, tokens):
             plan.steps[request.id] = PlannedStep(request, request.computed, tokens)
 
+    def _draft_if_worth_it(self, plan: StepPlan) -> None:
+        """Add drafts to the planned decode steps, or nothing where none paid just now."""
+        steps = plan.steps.values()
+        adaptive = all(s.request.acceptance is not None or not s.request.max_drafts for s in steps)
+        if adaptive and not self._rest.over(plan.steps):
+            return
+        began = time.perf_counter()
+        self._draft(plan)
+        plan.drafting = time.perf_counter() - began
+        if any(step.drafts for step in steps):
+            self._rest.drafted()
+        elif adaptive:
+            self._rest.begin(plan.drafting, self.costs.of(plan.tokens))
+
     def _draft(self, plan: StepPlan) -> None:
         """Add drafts to the planned decode steps, as far as budget and free blocks allow.
 
         Nobody is preempted for them. Prompts that wait keep half of what is left of the budget,
-        and all free blocks. What the text repeats comes before what a head thinks, where it is
-        right as often.
+        and all free blocks. What the text repeats comes before what a head thinks, where it
+        promises as much: it costs nothing to look up.
         """
         left = plan.left
         if self.waiting or len(plan.steps) < len(self.running):
@@ -368,9 +385,20 @@ class Scheduler:
                 maximum = 0
             elif maximum > 0 and acceptance is not None:
                 acceptance.read(request.content)
-                maximum = min(maximum, acceptance.choose(self.costs, tokens, expected, streams))
+                maximum = min(
+                    maximum,
+                    acceptance.choose(self.costs, tokens, expected, streams, self._rest.steps),
+                )
             has_head = self.drafter is not None and request.drafts_from_head
-            drafts = self._from_text(request, maximum, has_head)
+            if (
+                has_head
+                and maximum > 0
+                and acceptance is not None
+                and acceptance.speed
+                < self.head_drafts.speed(request, limit, self.costs, tokens, expected)
+            ):
+                maximum = 0
+            drafts = self._from_text(request, maximum)
             if not drafts and has_head and limit > 0:
                 others.append((step, limit))
             if drafts := drafts[: self._room(request, min(maximum, len(drafts)))]:
@@ -382,14 +410,10 @@ class Scheduler:
         if others and left > 0:
             self._draft_by_head(others, left, tokens, expected)
 
-    def _from_text(self, request: Request, maximum: int, has_head: bool) -> list[int]:
+    def _from_text(self, request: Request, maximum: int) -> list[int]:
         """At most so many drafts from what the text repeats."""
         if maximum <= 0:
             return []
-        if has_head and request.acceptance is not None:
-            head = request.head_acceptance or self.head_drafts.shared
-            if request.acceptance.rate < head.rate(0):
-                return []
         drafts = propose(request.content, maximum)
         if request.runs is not None:  # what stands for rows is no token
             drafts = [*takewhile(lambda token: token >= 0, drafts)]
@@ -400,6 +424,7 @@ class Scheduler:
     ) -> None:
         """Add drafts of the model's head to some of the steps, at most `left` in all."""
         assert self.drafter is not None
+        began = time.perf_counter()
         each = max(1, left // len(others))
         limits = [min(limit, each) for _, limit in others]
         adaptive = any(step.request.acceptance is not None for step, _ in others)
@@ -407,7 +432,9 @@ class Scheduler:
             chosen = {s.request.id: n for (s, _), n in zip(others, limits, strict=True)}
         else:
             requests = [step.request for step, _ in others]
-            chosen = self.head_drafts.choose(requests, limits, self.costs, tokens, expected)
+            chosen = self.head_drafts.choose(
+                requests, limits, self.costs, tokens, expected, self._rest.steps
+            )
         steps, depths = [], []
         for step, _ in others:
             wanted = min(left, chosen.get(step.request.id, 0), MAX_DEPTH)
@@ -421,7 +448,6 @@ class Scheduler:
         if adaptive:
             worth = self.head_drafts.worth(self.costs, tokens, expected, len(steps))
         judges = [self.head_drafts.going_on(step.request, worth) for step in steps]
-        began = time.perf_counter()
         found, made = self.drafter.propose([step.request for step in steps], depths, judges)
         self.head_drafts.made(len(steps), made, time.perf_counter() - began)
         for step, drafts, judge in zip(steps, found, judges, strict=True):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -102,6 +102,44 @@ class StepCosts:
         return known[fewer] + max(0.0, each) * (tokens - fewer)
 
 
+class Rest:
+    """Steps without a thought of drafts, after one in which none promised enough.
+
+    Asking what drafts promise takes time as well: a tenth of a step of a small model. So it is
+    asked as seldom as that takes a hundredth of the time, on large models in every step. Many steps
+    with drafts are followed by a few without, for what these cost may have changed meanwhile.
+    """
+
+    _ASKING, _LONGEST = 0.01, 16  # share of the time; steps, so that a text may change its ways
+    _MANY, _FEW = 64, 3
+
+    steps: int = 1  # since the last time that was asked
+
+    def __init__(self) -> None:
+        self._left, self._of = 0, tuple[int, ...]()
+        self._drafted = 0  # steps with drafts since some without were wanted
+
+    def over(self, streams: Iterable[int]) -> bool:
+        """Whether to ask in this step, of these requests: others have not been asked yet."""
+        if self._left and self._of == tuple(streams):
+            self._left -= 1
+            self.steps += 1
+            return False
+        self._left, self._of = 0, tuple(streams)
+        return True
+
+    def begin(self, seconds: float, step: float) -> None:
+        """Nothing was promised; asking took so many seconds, and a step takes `step`."""
+        self.steps, self._drafted = 1, 0
+        self._left = min(self._LONGEST, int(seconds / (self._ASKING * step)))
+
+    def drafted(self) -> None:
+        """A step has drafts."""
+        self.steps, self._drafted = 1, self._drafted + 1
+        if self._drafted == self._MANY:
+            self._left, self._drafted = self._FEW, 0
+
+
 def _guess(tokens: int) -> float:
     return 1 + _UNKNOWN * (tokens - 1)
 
@@ -113,8 +151,11 @@ class Acceptance:
     within a small share of the time so far; what drafts have lost counts, so that texts that do not
     repeat themselves are never much slower, however short.
 
-    `rate`: the chance of a draft to be right if those before it are.
+    `rate`: the chance of a draft to be right if those before it are. `speed`: what the last choice
+    promised, in tokens for the time of a step without drafts.
     """
+
+    speed: float = 0.0
 
     def __init__(self) -> None:
         self._right, self._wrong = 0.1, 1.9  # little is promised: the text itself tells
@@ -148,10 +189,13 @@ class Acceptance:
         rate = self.rate
         return math.fsum(rate**i for i in range(drafts + 1))
 
-    def choose(self, costs: StepCosts, tokens: int, expected: float, streams: int) -> int:
+    def choose(
+        self, costs: StepCosts, tokens: int, expected: float, streams: int, elapsed: int = 1
+    ) -> int:
         """How many drafts to add to a step of so many tokens.
 
-        `expected`: how many tokens the step will give to its `streams` without them.
+        `expected`: how many tokens the step will give to its `streams` without them. `elapsed`:
+        steps since the last call.
         """
         without = costs.of(tokens)
 
@@ -160,7 +204,7 @@ class Acceptance:
 
         self._extra, probe = extra, extra(_PROBE)
         # no more than one probe is saved up
-        self._credit = min(self._credit + _PROBING / streams, probe + _PROBING)
+        self._credit = min(self._credit + elapsed * _PROBING / streams, probe + _PROBING)
         best, fastest = 0, _GAIN * expected
         rate, given, chance = self.rate, expected, 1.0
         if rate > (_GAIN - 1) * expected * (1 - rate):  # else not even drafts for nothing pay
@@ -172,6 +216,7 @@ class Acceptance:
                     best, fastest = drafts, speed
                 if given * (1 - rate) + chance * rate <= fastest * cost * (1 - rate):
                     break  # all that could come with more drafts would not pay for these
+        self.speed = fastest if best else expected
         return best or (_PROBE if self._credit > probe else 0)
 
     def learn(self, drafts: int, right: int) -> None:

@@ -63,12 +63,20 @@ def with_draft(config: ModelConfig, draft: DraftConfig | None) -> ModelConfig:
 class DraftPool(PagedPool):
     """The part of a pool that the program of a head reads and writes.
 
-    The last layer of keys and values, and `states` float32 [n, 1, 1, hidden] of n sequences.
+    The last layer of keys and values, and `states` float32 [n, hidden] of n sequences.
     """
 
-    def __init__(self, pool: PagedPool, states: Tensor) -> None:
-        self._caches = {n: t[-1:] for n, t in pool._caches.items() if n != "key_bounds"}
-        self.layout, self._states = pool.layout, states
+    def __init__(self, pool: PagedPool) -> None:
+        self._pool, self.layout = pool, pool.layout
+        self._whole: Mapping[str, Tensor] = {}
+
+    def of(self, states: Tensor) -> DraftPool:
+        """Itself, with these states."""
+        if self._whole is not self._pool._caches:  # a pool that grows has new tensors
+            self._whole = self._pool._caches
+            self._caches = {n: t[-1:] for n, t in self._whole.items() if n != "key_bounds"}
+        self._states = states[:, None, None].contiguous()
+        return self
 
     def caches(self) -> dict[str, Tensor]:
         return {**self._caches, STATES: self._states}
@@ -83,4 +91,6 @@ def kept_states(pool: PagedPool, slots: list[int], replays: list[int]) -> Tensor
     """The newest states f32 [n, hidden] of the sequences in `slots`, a copy."""
     assert pool.states is not None
     states = pool.states.tensors[STATES]
+    if len(slots) == 1:  # as one row, without the time that indices take
+        return states[slots[0] : slots[0] + 1, 0, replays[0]].clone()
     return states[torch.tensor(slots), 0, torch.tensor(replays)]
