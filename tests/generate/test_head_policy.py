@@ -7,6 +7,7 @@ right with given chances by depth.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -97,6 +98,20 @@ def test_a_slow_first_draft_keeps_no_drafts_away() -> None:
     machine = Machine(slow_start=100.0)
     ratio, most = run(machine, RATES["good"], 1, 800), best(Machine(), RATES["good"], 1)
     assert ratio > 0.9 * most
+
+
+@pytest.mark.parametrize("streams", [1, 2, 4])
+def test_slow_first_steps_keep_no_drafts_away(streams: int) -> None:
+    class Cold(Machine):
+        seen = Counter[int]()
+
+        def step(self, tokens: int) -> float:
+            self.seen[tokens] += 1
+            return super().step(tokens) * (4.0 if self.seen[tokens] == 1 else 1.0)
+
+    cold = Cold(0.08, 0.06, slow_start=20.0)
+    ratio, most = run(cold, RATES["good"], streams, 800), best(cold, RATES["good"], streams)
+    assert ratio > 0.88 * most, (ratio, most)
 
 
 def test_what_the_head_thinks_is_learnt() -> None:

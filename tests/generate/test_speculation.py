@@ -133,13 +133,28 @@ def test_a_text_may_change_its_ways(cost: Cost) -> None:
 def test_costs_between_and_beyond_what_is_known() -> None:
     costs = StepCosts()
     assert costs.of(3) / costs.of(1) == pytest.approx(1.6)
-    costs.learn(2, 10.0)
+    for _ in range(2):  # so it is a fact
+        costs.learn(2, 10.0)
     assert costs.of(2) == 10.0 and costs.of(1) < 10.0 < costs.of(3)
     costs.learn(6, 18.0)
     assert costs.of(4) == pytest.approx(14.0) and costs.of(8) == pytest.approx(22.0)
     for _ in range(100):
         costs.learn(6, 9.0)
     assert costs.of(8) == pytest.approx(10.0 - 1.0), "more tokens never cost less than known ones"
+
+
+def test_a_slow_first_step_of_a_size_is_not_believed() -> None:
+    costs = StepCosts()
+    costs.learn(1, 30.0)  # the first of all, itself slow
+    costs.learn(3, 60.0)
+    assert costs.of(3) == 60.0
+    for _ in range(3):
+        costs.learn(1, 10.0)
+    assert costs.of(3) < 20.0, "six steps for two more tokens: that was the first time"
+    costs.learn(3, 58.0)
+    assert costs.of(3) == 58.0, "twice is a fact"
+    costs.learn(2, 12.0)
+    assert costs.of(2) == 12.0
 
 
 def test_probes_of_many_streams_share_their_time() -> None:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from bitnet_ops.generate.draft_choice import MAX_DRAFTS
 
 _LAST = 8  # steps of one size that are remembered
+_DOUBT = 1.5  # times what others say: so much longer, one step alone is not believed
 _UNKNOWN = 0.3  # share of a token's step that one more costs, until that has been measured
 _GAIN = 1.03  # drafts promise at least so much; costs are not known more exactly
 _PROBING = 0.02  # share of the time so far that finding out whether drafts pay may have cost
@@ -63,17 +64,24 @@ class StepCosts:
 
     Of the last few steps it takes one of the quicker ones: a step in which memory is written for
     the first time, in which ways to multiply are measured, or which a neighbour disturbs takes
-    several times as long, and must not keep drafts away for the rest of a text.
+    several times as long, and must not keep drafts away for the rest of a text. So a size of which
+    one step has been measured, much longer than others say, is one that is not known.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
         self._last: dict[int, deque[float]] = {}
+        self._known: dict[int, float] = {}
 
     def learn(self, tokens: int, seconds: float) -> None:
         last = self._last.setdefault(tokens, deque(maxlen=_LAST))
         last.append(seconds)
         self._seconds[tokens] = sorted(last)[len(last) // 3]
+        once = {t for t, steps in self._last.items() if len(steps) == 1}
+        self._known = self._seconds
+        if sure := {t: s for t, s in self._seconds.items() if t not in once}:
+            believed = (t for t in once if self._seconds[t] < _DOUBT * _line(sure, t))
+            self._known = sure | {t: self._seconds[t] for t in believed}
 
     @property
     def known(self) -> bool:
@@ -82,24 +90,31 @@ class StepCosts:
 
     def of(self, tokens: int) -> float:
         """Seconds of a step, between two known ones on the line through them."""
-        known = self._seconds
-        if tokens in known or not known:
-            return known.get(tokens, _guess(tokens))
-        fewer = max((t for t in known if t < tokens), default=None)
-        more = min((t for t in known if t > tokens), default=None)
-        if fewer is None:
-            assert more is not None
-            return known[more] * _guess(tokens) / _guess(more)
-        if more is not None:
-            share = (tokens - fewer) / (more - fewer)
-            return known[fewer] + share * (known[more] - known[fewer])
-        minimum = min(known)
-        each = (
-            (known[fewer] - known[minimum]) / (fewer - minimum)
-            if minimum < fewer
-            else _UNKNOWN * known[fewer] / fewer
-        )
-        return known[fewer] + max(0.0, each) * (tokens - fewer)
+        return _line(self._known, tokens)
+
+
+def _line(known: Mapping[int, float], tokens: int) -> float:
+    if tokens in known or not known:
+        return known.get(tokens, _guess(tokens))
+    fewer = max((t for t in known if t < tokens), default=None)
+    more = min((t for t in known if t > tokens), default=None)
+    if fewer is None:
+        assert more is not None
+        return known[more] * _guess(tokens) / _guess(more)
+    if more is not None:
+        share = (tokens - fewer) / (more - fewer)
+        return known[fewer] + share * (known[more] - known[fewer])
+    minimum = min(known)
+    each = (
+        (known[fewer] - known[minimum]) / (fewer - minimum)
+        if minimum < fewer
+        else _UNKNOWN * known[fewer] / fewer
+    )
+    return known[fewer] + max(0.0, each) * (tokens - fewer)
+
+
+def _guess(tokens: int) -> float:
+    return 1 + _UNKNOWN * (tokens - 1)
 
 
 class Rest:
@@ -138,10 +153,6 @@ class Rest:
         self.steps, self._drafted = 1, self._drafted + 1
         if self._drafted == self._MANY:
             self._left, self._drafted = self._FEW, 0
-
-
-def _guess(tokens: int) -> float:
-    return 1 + _UNKNOWN * (tokens - 1)
 
 
 class Acceptance:
