@@ -38,11 +38,16 @@ SCHEDULES = 2500 if os.environ.get("BITNET_CI_ALL") == "1" else 40
 FORMS = {
     "hybrid": Form(321, longest=60, block_sizes=(4, 16), positions=(132, 132, 180, 6400)),
     "plain": Form(260, longest=60, block_sizes=(4, 16), positions=(100, 132, 132, 6400)),
+    "windows": Form(260, 150, (16, 64), (256, 384, 6400), longest_answer=80, watermark=0),
+    "pages": Form(260, 220, (64, 128), (256, 384, 6400), longest_answer=80, watermark=0),
 }
+POLICIES = {"windows": "window:70,sinks=4", "pages": "top_k:0.4,sinks=4,dense_below=0"}
 
 
 def with_head(kind: str, seed: int = 1) -> Decoder:
     model = hybrid("rotated", layers=4) if kind == "hybrid" else tiny_model(SMALL["bitnet-offline"])
+    if kind in POLICIES:
+        model.set_attention(POLICIES[kind])
     head = RandomHead.of(model.config, seed, rotated=kind == "hybrid")
     model.set_draft_head(head.draft, head.tensors())
     return model
@@ -86,7 +91,7 @@ def test_schedules_with_a_head(
 ) -> None:
     model, form = case
     total: Counter[str] = Counter()
-    for seed in range(SCHEDULES):
+    for seed in range(SCHEDULES // (4 if model.config.policies else 1)):
         guesses = Guesses(Random(seed), form.vocab)
         guess(monkeypatch, guesses)
         total += run_schedule(model, form, seed, monkeypatch, tmp_path, texts=guesses.texts)
@@ -98,7 +103,7 @@ def test_schedules_with_a_head(
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
 def test_a_head_changes_no_token(case: tuple[Decoder, Form], temperature: float) -> None:
     model, form = case
-    engine = Engine(model, block_size=16)
+    engine = Engine(model, block_size=form.block_sizes[1])
     rng = Random(3)
     prompts = [[rng.randrange(form.vocab) for _ in range(n)] for n in (1, 2, 30, 70)]
     params = SamplingParams(temperature=temperature, seed=7, top_k=40)
@@ -151,7 +156,7 @@ def test_right_guesses_save_steps(
     guesses.texts.append([*prompt, *expected])
     guess(monkeypatch, guesses)
     monkeypatch.setattr(scheduler, "propose", lambda ids, maximum: [])
-    engine, steps = Engine(model, block_size=16), 0
+    engine, steps = Engine(model, block_size=form.block_sizes[1]), 0
     run = engine.start([prompt], SamplingParams(), Limits(40), max_drafts=3)
     while run.active:
         steps += bool(run.step())
