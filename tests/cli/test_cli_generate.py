@@ -317,15 +317,15 @@ WRONG_HEAD = """
 import sys
 from bitnet_ops.cli import main
 from bitnet_ops.generate import draft_report
-from bitnet_ops.generate.scheduler import Scheduler
+from bitnet_ops.generate.draft_planner import DraftPlanner
 
-verified, draft_report._ENOUGH = Scheduler.verified, 3
+verified, draft_report._ENOUGH = DraftPlanner.verified, 3
 
 def wrong(self, step, accepted):
     step.source = "head"
     return verified(self, step, 0)
 
-Scheduler.verified = wrong
+DraftPlanner.verified = wrong
 sys.exit(main(sys.argv[1:]))
 """
 

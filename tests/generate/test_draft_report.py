@@ -11,9 +11,10 @@ import pytest
 
 from bitnet_ops import LanguageModel, load
 from bitnet_ops.generate.draft_choice import Source
+from bitnet_ops.generate.draft_planner import DraftPlanner
 from bitnet_ops.generate.draft_report import NO_DRAFTS, DraftCounts, HeadReport, Verified
 from bitnet_ops.generate.engine import Event, Finished, Limits, NewToken
-from bitnet_ops.generate.scheduler import PlannedStep, Scheduler
+from bitnet_ops.generate.step_plan import PlannedStep
 from paged_fake import VOCAB, FakeEngine, FakeModel, periodic
 
 PROMPT = list(range(VOCAB)) * 2  # goes on from its beginning, as `periodic` does
@@ -154,13 +155,13 @@ def test_it_is_said_once_and_has_three_reasons() -> None:
 def test_an_engine_logs_it_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, source: Source, said: int
 ) -> None:
-    verified = Scheduler.verified
+    verified = DraftPlanner.verified
 
-    def wrong(self: Scheduler, step: PlannedStep, accepted: int) -> str | None:
+    def wrong(self: DraftPlanner, step: PlannedStep, accepted: int) -> str | None:
         step.source = source
         return verified(self, step, 0)
 
-    monkeypatch.setattr(Scheduler, "verified", wrong)
+    monkeypatch.setattr(DraftPlanner, "verified", wrong)
     engine = FakeEngine(model=FakeModel(logits=periodic))
     assert engine.draft_remark is None
     for _ in range(3):

@@ -21,7 +21,7 @@ from torch import Tensor
 import bitnet_ops
 from bitnet_ops import LanguageModel
 from bitnet_ops.convert import convert
-from bitnet_ops.generate import drafting, scheduler
+from bitnet_ops.generate import draft_planner, drafting
 from bitnet_ops.generate.engine import Engine, Limits, SamplingParams, SchedulerOptions
 from bitnet_ops.generate.request import Request
 from bitnet_ops.generate.sampling import Sampler
@@ -155,7 +155,7 @@ def test_right_guesses_save_steps(
     guesses = Guesses(Random(1), form.vocab, right=1.0)
     guesses.texts.append([*prompt, *expected])
     guess(monkeypatch, guesses)
-    monkeypatch.setattr(scheduler, "propose", lambda ids, maximum: [])
+    monkeypatch.setattr(draft_planner, "propose", lambda ids, maximum: [])
     engine, steps = Engine(model, block_size=form.block_sizes[1]), 0
     run = engine.start([prompt], SamplingParams(), Limits(40), max_drafts=3)
     while run.active:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bitnet_ops.generate import scheduler
+from bitnet_ops.generate import draft_planner
 from bitnet_ops.generate.engine import Failed, Limits, SchedulerOptions
 from bitnet_ops.nn.blocks import PoolFullError
 from paged_fake import VOCAB, FakeEngine, FakeModel
@@ -138,7 +138,7 @@ def test_what_cannot_fit_fails_alone() -> None:
 
 
 def test_drafts_take_what_the_decode_tokens_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "propose", lambda ids, maximum: [2, 2, 2, 2][:maximum])
+    monkeypatch.setattr(draft_planner, "propose", lambda ids, maximum: [2, 2, 2, 2][:maximum])
     driver = Driver(token_budget=10, max_sequences=4)
     for _ in range(3):
         driver.comes(2, max_drafts=5)
@@ -150,7 +150,7 @@ def test_drafts_take_what_the_decode_tokens_leave(monkeypatch: pytest.MonkeyPatc
 
 
 def test_drafts_preempt_nobody_and_their_blocks_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "propose", lambda ids, maximum: [2] * min(5, maximum))
+    monkeypatch.setattr(draft_planner, "propose", lambda ids, maximum: [2] * min(5, maximum))
     driver = Driver(blocks=6, block_size=4, watermark=0.0)
     driver.comes(3, max_drafts=5)
     driver.comes(3, max_drafts=5)

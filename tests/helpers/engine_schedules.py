@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from bitnet_ops.generate import scheduler
+from bitnet_ops.generate import draft_planner
 from bitnet_ops.generate.draft_choice import MAX_DRAFTS
 from bitnet_ops.generate.engine import Engine
 from bitnet_ops.generate.prompt import PromptRows, split_prompt
@@ -118,7 +118,7 @@ def run_schedule(
     """
     rng = random.Random(seed)
     drafter = Drafter(rng, form.vocab)
-    monkeypatch.setattr(scheduler, "propose", drafter)
+    monkeypatch.setattr(draft_planner, "propose", drafter)
     jobs, wanted = [], []
     for prompt in prompts_of(rng, form):
         params = SamplingParams(temperature=rng.choice([0, 0, 1.0]), seed=rng.randrange(3))

@@ -350,7 +350,7 @@ class Engine:
         It is logged too, once, as a warning of bitnet_ops.generate.draft_report.
         """
         memory = self._core.memory
-        return None if memory is None else memory.scheduler.head_report.remark
+        return None if memory is None else memory.scheduler.drafts.report.remark
 
     def close(self, seconds: float = 2.0) -> None:
         """Write to `prefix_dir` what waits for it, for so long at most; nothing is kept there then.

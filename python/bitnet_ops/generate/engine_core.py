@@ -26,7 +26,8 @@ from bitnet_ops.generate.engine_step import run_model
 from bitnet_ops.generate.prefix_store import PrefixStore
 from bitnet_ops.generate.request import Consumer, Event, Failed, Finished, NewToken, Request
 from bitnet_ops.generate.sampling import Sampled
-from bitnet_ops.generate.scheduler import EngineStats, PlannedStep, Scheduler
+from bitnet_ops.generate.scheduler import EngineStats, Scheduler
+from bitnet_ops.generate.step_plan import PlannedStep
 from bitnet_ops.generate.text_roots import TextRoots
 from bitnet_ops.nn.lora import LoraError
 
@@ -157,7 +158,7 @@ class EngineCore:
             return
         for step, (sampled, failure) in zip(steps, outcomes, strict=True):
             self._commit(memory.scheduler, step, sampled, failure)
-        memory.scheduler.learn(plan, time.perf_counter() - began)
+        memory.scheduler.drafts.learn(plan, time.perf_counter() - began)
 
     def _may_run(self, request: Request) -> bool:
         """Not where its adapter has been removed meanwhile: then it fails, alone."""
@@ -179,7 +180,7 @@ class EngineCore:
         request, max_positions = step.request, self.model.config.max_position_embeddings
         ending: Finished | Failed | None = None
         accepted = max(0, len(sampled) - 1)
-        if (remark := scheduler.verified(step, accepted)) is not None:
+        if (remark := scheduler.drafts.verified(step, accepted)) is not None:
             DRAFT_LOG.warning(remark)
         for one in sampled:
             ending = request.accept(one.token, max_positions)
@@ -243,7 +244,7 @@ class EngineCore:
             return
         if self.memory is None:
             self.memory = self.plan.make(cache_config(self.model))
-            self.memory.scheduler.drafter = drafter_of(self.model, self.memory.pool)
+            self.memory.scheduler.drafts.drafter = drafter_of(self.model, self.memory.pool)
             if self.store is not None:
                 pool, blocks, scheduler = self.memory
                 maximum = self.plan.sizes.max_cached

@@ -10,7 +10,8 @@ from bitnet_ops import _runtime
 from bitnet_ops.generate.causal_model import CausalModel
 from bitnet_ops.generate.engine_memory import EngineMemory
 from bitnet_ops.generate.sampling import Sampled, draws_of, sample_steps
-from bitnet_ops.generate.scheduler import PlannedStep, Scheduler
+from bitnet_ops.generate.scheduler import Scheduler
+from bitnet_ops.generate.step_plan import PlannedStep
 from bitnet_ops.models.step_batch import StepBatch
 
 

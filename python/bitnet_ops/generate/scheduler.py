@@ -11,23 +11,18 @@ For one thread at a time.
 from __future__ import annotations
 
 import math
-import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import takewhile
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from bitnet_ops.arguments import check_flag, check_integer, is_number, shown
-from bitnet_ops.generate.draft_choice import Source
-from bitnet_ops.generate.draft_report import NO_DRAFTS, DraftCounts, HeadReport
-from bitnet_ops.generate.head_acceptance import MAX_DEPTH
-from bitnet_ops.generate.head_policy import GoingOn, HeadPolicy, Worth
+from bitnet_ops.generate.draft_planner import DraftPlanner
+from bitnet_ops.generate.draft_report import NO_DRAFTS, DraftCounts
 from bitnet_ops.generate.request import Request, ShareRead, without
-from bitnet_ops.generate.speculation import Rest, StepCosts, propose
 from bitnet_ops.generate.states import Checkpoint, StateSlots, stops_of
-from bitnet_ops.models.step_batch import SequenceStep
+from bitnet_ops.generate.step_plan import PlannedStep, StepPlan
 from bitnet_ops.nn.blocks import BlockAllocator, PoolFullError
 
 
@@ -95,65 +90,6 @@ class EngineStats:
     drafts: DraftCounts = NO_DRAFTS  # the drafted and accepted ones by their source
 
 
-@dataclass
-class PlannedStep:
-    """What a request computes in a step: `tokens` of its ids from `start` on, then `drafts`.
-
-    `source`: what has made the drafts; `sure`: their probabilities by the head, if that has.
-    """
-
-    request: Request
-    start: int
-    tokens: int
-    drafts: Sequence[int] = ()
-    source: Source = "ngram"
-    sure: Sequence[float] = ()
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        ids = self.request.ids[self.start : self.start + self.tokens]
-        ids.extend(self.drafts)
-        return ids
-
-    def sequence(self, logits: int) -> SequenceStep:
-        """What it brings to the model's step."""
-        request, start = self.request, self.start
-        found = SequenceStep(
-            self.token_ids, start, request.blocks, logits, request.adapter, self.state
-        )
-        if (runs := request.runs) is None:
-            return found
-        end = start + self.tokens + len(self.drafts)
-        return found._replace(
-            shift=runs.shift(start), axes=runs.positions(start, end), rows=runs.rows(start, end)
-        )
-
-    @property
-    def state(self) -> tuple[int, int, int] | None:
-        """As SequenceStep has it."""
-        slot = self.request.slot
-        return None if slot < 0 else (slot, self.request.replays, len(self.drafts))
-
-    @property
-    def logits(self) -> int:
-        """Rows of logits: of its newest token and each draft; none before the prompt's end."""
-        at_end = self.start + self.tokens == len(self.request.ids)
-        return 1 + len(self.drafts) if at_end else 0
-
-
-class Drafter(Protocol):
-    """What drafts tokens for requests that decode, from what it knows of the model's states."""
-
-    def propose(
-        self, requests: Sequence[Request], depths: Sequence[int], judges: Sequence[GoingOn]
-    ) -> tuple[list[list[int]], int]:
-        """At most so many ids for each request, whose blocks have room for them.
-
-        judges: whether a draft of a request is worth it. Also returns how many drafts were made one
-        behind the other.
-        """
-
-
 class _Found(NamedTuple):
     """What the prefix cache has of a request.
 
@@ -173,29 +109,6 @@ class _Found(NamedTuple):
         return without(self.blocks, self.gone)
 
 
-@dataclass
-class StepPlan:
-    """`steps`: by the request's id. `failed`: requests that no step can run, with the reason.
-
-    `budget`: tokens that it may have. `decoding`: how many requests decode in it. `drafting`: the
-    seconds that went into drafts and into choosing how many.
-    """
-
-    budget: int = 0
-    decoding: int = 0
-    drafting: float = 0.0
-    steps: dict[int, PlannedStep] = field(default_factory=dict)
-    failed: list[tuple[Request, Exception]] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> int:
-        return sum(step.tokens + len(step.drafts) for step in self.steps.values())
-
-    @property
-    def left(self) -> int:
-        return self.budget - self.tokens
-
-
 class Scheduler:
     """Requests, waiting and running, over one allocator.
 
@@ -210,12 +123,11 @@ class Scheduler:
         unread: of a model whose layers all have windows, the positions [begin, end) that no token
             from a given one on reads. Their blocks go back while the request runs; those behind its
             prompt are forgotten at once, so that they are the next to be taken.
-    Attributes: `recurrent`, the slots of a model that computes from states; `drafter`, what drafts
-    for requests, if something does; `waiting`, the next one first; `running`, the oldest first; and
-    counts of all that has been: `preemptions`, `prompt_tokens`, `reused_tokens` (that the prefix
-    cache spared, those of preempted requests too), `drafts`, and how many of them were right;
-    `attention`, the pages that were read where attention has a policy; `head_report`, of what a
-    draft head drafts.
+    Attributes: `recurrent`, the slots of a model that computes from states; `drafts`, which plans
+    and counts them; `waiting`, the next one first; `running`, the oldest first; and counts of all
+    that has been: `preemptions`, `prompt_tokens`, `reused_tokens` (that the prefix cache spared,
+    those of preempted requests too); `attention`, the pages that were read where attention has a
+    policy.
     """
 
     def __init__(
@@ -230,21 +142,13 @@ class Scheduler:
     ) -> None:
         self.states, self._unread = states, unread
         self.recurrent = states if states is not None and states.needed else None
-        self.drafter: Drafter | None = None
-        self.head_drafts = HeadPolicy()
         self.allocator, self.block_size, self.max_positions = allocator, block_size, max_positions
-        self.options, self.costs, self._copy_block = options, StepCosts(), copy_block
+        self.options, self._copy_block = options, copy_block
+        self.drafts = DraftPlanner(max_positions, self._room)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = self.prompt_tokens = self.reused_tokens = 0
-        self.drafts, self.head_report = NO_DRAFTS, HeadReport()
-        self._rest = Rest()
         self.attention, self.inputs = ShareRead(), ShareRead()
-
-    def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Enter how long a planned step took from its plan to its tokens."""
-        if plan.decoding == len(plan.steps):
-            self.costs.learn(plan.tokens, seconds - plan.drafting)
 
     def stats(self) -> EngineStats:
         """The counts at this moment."""
@@ -256,9 +160,9 @@ class Scheduler:
             cached_blocks=self.allocator.cached_blocks,
             preemptions=self.preemptions,
             reused_tokens=self.reused_tokens,
-            drafted_tokens=self.drafts.drafted,
-            accepted_drafts=self.drafts.accepted,
-            drafts=self.drafts,
+            drafted_tokens=self.drafts.counts.drafted,
+            accepted_drafts=self.drafts.counts.accepted,
+            drafts=self.drafts.counts,
             prompt_tokens=self.prompt_tokens,
             attention_read=self.attention.share,
             inputs_skipped=1 - self.inputs.share,
@@ -283,20 +187,6 @@ class Scheduler:
                 self.states.leave(request, keep=False)
             request.computed = 0
         self._free(request)
-
-    def verified(self, step: PlannedStep, accepted_drafts: int) -> str | None:
-        """Enter how many drafts of a step were right; a remark on the draft head, once."""
-        request, drafted = step.request, len(step.drafts)
-        if not drafted:
-            return None
-        request.drafts = request.drafts.plus(step.source, drafted, accepted_drafts)
-        self.drafts = self.drafts.plus(step.source, drafted, accepted_drafts)
-        if step.source == "head":
-            self.head_drafts.learn(request, step.sure, accepted_drafts)
-            return self.head_report.add(drafted, accepted_drafts)
-        if request.acceptance is not None:
-            request.acceptance.learn(drafted, accepted_drafts)
-        return None
 
     def computed(self, step: PlannedStep, accepted_drafts: int) -> None:
         """Keys and values of a step are in the pool; drafts that were rejected are not counted."""
@@ -331,7 +221,8 @@ class Scheduler:
         for request in [r for r in self.running if r.remaining == 1]:
             self._plan(plan, request, 1)
         if plan.left and any(step.request.max_drafts for step in plan.steps.values()):
-            self._draft_if_worth_it(plan)
+            busy = bool(self.waiting) or len(plan.steps) < len(self.running)
+            self.drafts.add(plan, busy=busy)
         if plan.steps:
             maximum = self.options.prefill_beside_decode
             plan.budget = plan.tokens + (plan.left if maximum is None else min(plan.left, maximum))
@@ -349,112 +240,6 @@ class Scheduler:
             tokens = min(tokens, request.stops[0] - request.computed)
         if tokens and request.blocks and self._make_room(plan, request, tokens):
             plan.steps[request.id] = PlannedStep(request, request.computed, tokens)
-
-    def _draft_if_worth_it(self, plan: StepPlan) -> None:
-        """Add drafts to the planned decode steps, or nothing where none paid just now."""
-        steps = plan.steps.values()
-        adaptive = all(s.request.acceptance is not None or not s.request.max_drafts for s in steps)
-        if adaptive and not self._rest.over(plan.steps):
-            return
-        began = time.perf_counter()
-        self._draft(plan)
-        plan.drafting = time.perf_counter() - began
-        if any(step.drafts for step in steps):
-            self._rest.drafted()
-        elif adaptive:
-            self._rest.begin(plan.drafting, self.costs.of(plan.tokens))
-
-    def _draft(self, plan: StepPlan) -> None:
-        """Add drafts to the planned decode steps, as far as budget and free blocks allow.
-
-        Nobody is preempted for them. Prompts that wait keep half of what is left of the budget,
-        and all free blocks. What the text repeats comes before what a head thinks, where it
-        promises as much: it costs nothing to look up.
-        """
-        left = plan.left
-        if self.waiting or len(plan.steps) < len(self.running):
-            left //= 2
-        tokens, streams = plan.tokens, len(plan.steps)
-        expected = float(streams)
-        others: list[tuple[PlannedStep, int]] = []  # that a head may draft for
-        for step in plan.steps.values():
-            request = step.request
-            maximum = min(left, request.draft_limit(self.max_positions))
-            limit, acceptance = maximum, request.acceptance
-            if not request.drafts_from_text:
-                maximum = 0
-            elif maximum > 0 and acceptance is not None:
-                acceptance.read(request.content)
-                maximum = min(
-                    maximum,
-                    acceptance.choose(self.costs, tokens, expected, streams, self._rest.steps),
-                )
-            has_head = self.drafter is not None and request.drafts_from_head
-            if (
-                has_head
-                and maximum > 0
-                and acceptance is not None
-                and acceptance.speed
-                < self.head_drafts.speed(request, limit, self.costs, tokens, expected)
-            ):
-                maximum = 0
-            drafts = self._from_text(request, maximum)
-            if not drafts and has_head and limit > 0:
-                others.append((step, limit))
-            if drafts := drafts[: self._room(request, min(maximum, len(drafts)))]:
-                step.drafts = drafts
-                left -= len(drafts)
-                tokens += len(drafts)
-                if acceptance is not None:
-                    expected += acceptance.tokens(len(drafts)) - 1
-        if others and left > 0:
-            self._draft_by_head(others, left, tokens, expected)
-
-    def _from_text(self, request: Request, maximum: int) -> list[int]:
-        """At most so many drafts from what the text repeats."""
-        if maximum <= 0:
-            return []
-        drafts = propose(request.content, maximum)
-        if request.runs is not None:  # what stands for rows is no token
-            drafts = [*takewhile(lambda token: token >= 0, drafts)]
-        return drafts[: request.allowed(drafts)]
-
-    def _draft_by_head(
-        self, others: Sequence[tuple[PlannedStep, int]], left: int, tokens: int, expected: float
-    ) -> None:
-        """Add drafts of the model's head to some of the steps, at most `left` in all."""
-        assert self.drafter is not None
-        began = time.perf_counter()
-        each = max(1, left // len(others))
-        limits = [min(limit, each) for _, limit in others]
-        adaptive = any(step.request.acceptance is not None for step, _ in others)
-        if not adaptive:  # so many were asked for
-            chosen = {s.request.id: n for (s, _), n in zip(others, limits, strict=True)}
-        else:
-            requests = [step.request for step, _ in others]
-            chosen = self.head_drafts.choose(
-                requests, limits, self.costs, tokens, expected, self._rest.steps
-            )
-        steps, depths = [], []
-        for step, _ in others:
-            wanted = min(left, chosen.get(step.request.id, 0), MAX_DEPTH)
-            if wanted > 0 and (depth := self._room(step.request, wanted)) > 0:
-                steps.append(step)
-                depths.append(depth)
-                left -= depth
-        if not steps:
-            return
-        worth = Worth()
-        if adaptive:
-            worth = self.head_drafts.worth(self.costs, tokens, expected, len(steps))
-        judges = [self.head_drafts.going_on(step.request, worth) for step in steps]
-        found, made = self.drafter.propose([step.request for step in steps], depths, judges)
-        self.head_drafts.made(len(steps), made, time.perf_counter() - began)
-        for step, drafts, judge in zip(steps, found, judges, strict=True):
-            step.drafts, step.source = drafts[: step.request.allowed(drafts)], "head"
-            step.sure = judge.sure[: len(step.drafts)]
-            if not step.drafts:  # they have cost their time all the same
-                self.head_drafts.learn(step.request, (), 0)
 
     def _room(self, request: Request, drafts: int) -> int:
         """For how many of so many drafts a request has blocks now, those that are free included."""
