@@ -87,6 +87,8 @@ py::dict layouts() {
     row["k_step"] = layout.k_step;
     row["k_multiple"] = layout.k_multiple;
     row["max_in_features"] = layout.max_k;
+    row["max_grouped_in_features"] =
+        layout.cpu_specific ? bitnet::layout::kGroupedTileMaxK : layout.max_k;
     row["dimensions"] = layout.dimensions;
     rows[layout.name] = row;
   }

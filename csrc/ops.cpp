@@ -22,7 +22,7 @@ BITNET_LIBRARY(m) {
   // weight uint8 [N, R] -> int8 [N, in_features]
   m.def("unpack(Tensor weight, int in_features) -> Tensor");
   // canonical weight uint8 [N, R], format "2bit" or "1.6bit" -> W in that CPU-specific layout
-  m.def("repack(Tensor weight, int in_features, str format) -> Tensor");
+  m.def("repack(Tensor weight, int in_features, str format, int group_size=0) -> Tensor");
   // W in a CPU-specific layout -> canonical uint8 [N, R]
   m.def("unrepack(Tensor weight, int[] shape) -> Tensor");
   // weight F [N, K] -> codes int8 [N, K], scale float32 [1] (absmean)

@@ -54,7 +54,8 @@ constexpr int64_t head_tiles(int64_t rows) { return (rows + kHeadTileRows - 1) /
 // N is padded to whole row blocks and K to a multiple of 64, both with code 1 (weight 0).
 inline constexpr int64_t kTileStepK = 4;                // consecutive k in a lane
 inline constexpr int64_t kTilePadK = 64;                // an AMX tile of k
-inline constexpr int64_t kTileMaxK = int64_t{1} << 15;  // bound of the sums, kernel_table.h
+// Bounds of the sums (kernels/products.h): of all K, and where every group has a sum of its own.
+inline constexpr int64_t kTileMaxK = int64_t{1} << 15, kGroupedTileMaxK = int64_t{1} << 16;
 
 // The base-3 byte of v = 81 * c0 + 27 * c1 + 9 * c2 + 3 * c3 + c4.
 constexpr int base3_byte(int v) { return (256 * v + 242) / 243; }

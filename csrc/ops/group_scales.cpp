@@ -2,6 +2,7 @@
 #include "ops/group_scales.h"
 
 #include "format/layout.h"
+#include "ops/weight_view.h"
 
 namespace bitnet::ops {
 
@@ -39,6 +40,8 @@ GroupScales group_scales(const Check& check, const Weight& w, const Tensor& t,
 Projection scaled_projection(const Check& check, const Weight& w, const Tensor& t,
                              const char* argument, DType type, void* out) {
   if (t.dim() < 2) {
+    if (w.format != engine::WeightFormat::kCanonical)
+      check_tile_columns(check, "in_features", w.k, false);
     check.weight_scale(t, argument, w.n_rows);
     return engine::make_projection(w, data<float>(t), t.numel(), type, out);
   }

@@ -36,6 +36,8 @@ Tensor ternary_matmul(const Check& check, const Weight& weight, const Tensor& x_
                       const std::optional<Tensor>& x_scale,
                       const std::optional<Tensor>& weight_scale, int64_t tokens,
                       const Shape& out_shape) {
+  if (weight.format != engine::WeightFormat::kCanonical)
+    check_tile_columns(check, "in_features", weight.k, false);
   const bool scaled = wants_float(check, x_scale, weight_scale, tokens, weight.n_rows);
   const Tensor x = as_contiguous(x_in);
   const KernelTable& kernels = active_kernels();

@@ -2,6 +2,7 @@
 // rest.
 #include "engine/pack.h"
 
+#include "engine/quantized_tokens.h"
 #include "format/layout.h"
 #include "ops/checks.h"
 #include "ops/register.h"
@@ -70,13 +71,13 @@ std::tuple<Tensor, Tensor> quantize_weights(const Tensor& weight_in) {
   return {std::move(codes), std::move(scale)};
 }
 
-Tensor repack(const Tensor& weight, int64_t in_features, std::string format) {
+Tensor repack(const Tensor& weight, int64_t in_features, std::string format, int64_t group_size) {
   const Check check("repack");
   const WeightFormat to = cpu_specific_format(check, format);
   check.packed_for(weight, "weight", in_features);
-  if (in_features > layout::kTileMaxK)
-    check.fail("in_features", "at most 32768 in a CPU-specific layout; use the canonical one",
-               std::to_string(in_features));
+  if (group_size != 0 && group_size != engine::kSmallGroup && group_size != engine::kGroupWeights)
+    check.fail("group_size", "0, 64 or 128", std::to_string(group_size));
+  check_tile_columns(check, "in_features", in_features, group_size != 0);
   const int64_t lanes = active_kernels().tile_lanes;
   Tensor out = empty(tile_shape(to, weight.size(0), in_features, lanes), ScalarType::Byte);
   auto* tiles = mutable_data<uint8_t>(out);

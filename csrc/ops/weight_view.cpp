@@ -25,9 +25,8 @@ Weight tile_view(const Check& check, const Tensor& t, const char* argument, int6
                  std::optional<int64_t> rows) {
   check.dtype(t, argument, ScalarType::Byte);
   check.contiguous(t, argument);
-  if (!(k >= 1 && k <= layout::kTileMaxK))
-    check.fail(argument, "for 1 to 32768 input features in a CPU-specific layout",
-               std::to_string(k));
+  if (k < 1) check.fail(argument, "for at least 1 input feature", std::to_string(k));
+  check_tile_columns(check, argument, k, true);  // as long as nobody has looked at its scales
   if (!rows.has_value())
     check.fail("shape", std::string("given, for ") + argument + " is in a CPU-specific layout",
                "none");
@@ -56,6 +55,16 @@ Weight weight_view(const Check& check, const Tensor& t, const char* argument, in
                    std::optional<int64_t> rows) {
   const bool tiles = t.dim() == 3 || t.dim() == 4;
   return (tiles ? tile_view : canonical_view)(check, t, argument, k, rows);
+}
+
+void check_tile_columns(const Check& check, const char* argument, int64_t k, bool grouped) {
+  const int64_t most = grouped ? layout::kGroupedTileMaxK : layout::kTileMaxK;
+  if (k > most)
+    check.fail(argument,
+               "at most " + std::to_string(most) + " input features in a CPU-specific layout " +
+                   (grouped ? "with" : "without") +
+                   " scales of groups; use the canonical one",
+               std::to_string(k));
 }
 
 void check_sizes(const Check& check, const std::vector<int64_t>& shape, size_t count) {

@@ -18,6 +18,9 @@ void check_sizes(const Check& check, const std::vector<int64_t>& shape, size_t c
 // 4] (1.6 bit).
 Shape tile_shape(engine::WeightFormat format, int64_t n, int64_t k, int64_t lanes);
 
+// Fails where sums of k products, or those of its groups, could overflow in a CPU-specific layout.
+void check_tile_columns(const Check& check, const char* argument, int64_t k, bool grouped);
+
 // Checks `t` against k input features and makes the view: uint8 [N, R] is canonical, tiles are for
 // the lanes of the kernels that run now and need `rows`, which canonical rows need not.
 engine::Weight weight_view(const Check& check, const Tensor& t, const char* argument, int64_t k,

@@ -44,6 +44,7 @@ class LayoutRow(TypedDict):
     k_step: int  # consecutive inputs of a k-step, or of a canonical block
     k_multiple: int  # K is padded to a multiple of it
     max_in_features: int
+    max_grouped_in_features: int  # with scales of groups
     dimensions: int  # of its tensor
 
 def layouts() -> dict[str, LayoutRow]:

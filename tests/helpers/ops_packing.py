@@ -127,7 +127,7 @@ spec(
 # repack ------------------------------------------------------------------------------------------
 
 
-def repack(weight: Tensor, in_features: int, format: str) -> Tensor:
+def repack(weight: Tensor, in_features: int, format: str, group_size: int = 0) -> Tensor:
     """Canonical uint8 [N, R] -> tiles of the lanes in use: [tiles, lines, 4 L] or [.., L, 4]."""
     lanes, fields = _runtime.tile_lanes(), {"2bit": 4, "1.6bit": 5}[format]
     n, steps = weight.shape[0], 16 * -(-in_features // 64)
@@ -150,6 +150,7 @@ def _repack_samples() -> Built:
         for n, k in ((1, 1), (5, 64), (33, 300), (81, 129)):
             yield f"{fmt}_{n}x{k}", lambda g, n=n, k=k, f=fmt: (random_packed(g, n, k), k, f)
     yield "no_rows", lambda g: (random_packed(g, 0, 64), 64, "2bit")
+    yield "of_groups", lambda g: (random_packed(g, 33, 300), 300, "1.6bit", 128)
 
 
 _REPACK_REJECTIONS: Rejections = [
@@ -159,6 +160,7 @@ _REPACK_REJECTIONS: Rejections = [
     ({"in_features": value(257)}, "weight", "packed for the 257 input features"),
     ({"in_features": value(0)}, "weight", "input features, got 0"),
     ({"format": value("3bit")}, "format", "'2bit' or '1.6bit', got"),
+    ({"group_size": value(32)}, "group_size", "0, 64 or 128, got 32"),
 ]  # fmt: skip
 
 # A CPU-specific layout depends on the ISA; unrepack shows that the weights are the same.

@@ -64,6 +64,7 @@ def test_the_layout_table_and_its_errors() -> None:
     assert [row["bits"] for row in rows.values()] == [2.0, 2.0, 1.6]
     assert [row["cpu_specific"] for row in rows.values()] == [False, True, True]
     assert rows["2bit"]["max_in_features"] == 32768
+    assert rows["2bit"]["max_grouped_in_features"] == 65536
     assert _runtime.packed_shape("canonical", 5, 129) == (5, 64)
     assert _runtime.packed_shape("2bit", 33, 65, lanes=8) == (2, 32, 32)
     assert _runtime.packed_shape("1.6bit", 81, 64, lanes=16) == (2, 16, 16, 4)
@@ -109,6 +110,28 @@ def test_largest_k_with_the_largest_values(fmt: str, isa: str) -> None:
             assert_equal(ops.gemv(private, x[0], shape=(3, k)), expected[0], f"{code} {value}")
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(("k", "group"), [(36864, 128), (65536, 64)])
+def test_groups_have_sums_of_their_own(k: int, group: int, fmt: str, isa: str) -> None:
+    """So K may be larger than one sum allows: the bits of canonical rows, which have no bound."""
+    rng, n = torch.Generator().manual_seed(k), 83
+    weight = random_packed(rng, n, k)
+    scale = torch.rand(n, k // group, generator=rng) + 0.1
+    private = ops.repack(weight, k, fmt, group)
+    for m in (1, 3, 9, 40):
+        x = torch.randn(m, k, generator=rng)
+        x[0] = 127.0  # codes that are all the largest there are
+        for activations in ("int8", "int8_group", "int16_group"):
+            expected = ops.linear(x, weight, scale, None, (n, k), activations)
+            found = ops.linear(x, private, scale, None, (n, k), activations)
+            assert_equal(found, expected, f"{m} {activations}")
+    codes = ops.unpack(weight, k).double().unflatten(1, (-1, group))
+    exact = (codes * scale.double()[:, :, None]).sum((1, 2)) * 127
+    assert torch.allclose(
+        expected[0].double(), exact, rtol=1e-4, atol=1e-4 * float(exact.abs().max())
+    )
+
+
 def _weight(n: int = 40, k: int = 100) -> Tensor:
     return random_packed(torch.Generator().manual_seed(0), n, k)
 
@@ -130,6 +153,13 @@ def test_rejections_name_the_remedy() -> None:
         ops.unrepack(weight, (40, 100))
     with pytest.raises(RuntimeError, match="at most 32768"):
         ops.repack(torch.full((1, 8224), 0x55, dtype=torch.uint8), 32896, "2bit")
+    with pytest.raises(RuntimeError, match="at most 65536.*with scales of groups"):
+        ops.repack(torch.full((1, 16416), 0x55, dtype=torch.uint8), 65664, "2bit", 128)
+    grouped = ops.repack(torch.full((1, 8224), 0x55, dtype=torch.uint8), 32896, "2bit", 128)
+    with pytest.raises(RuntimeError, match="gemv: expected in_features at most 32768.*without"):
+        ops.gemv(grouped, torch.zeros(32896, dtype=torch.int8), shape=(1, 32896))
+    with pytest.raises(RuntimeError, match="linear: expected in_features at most 32768.*without"):
+        ops.linear(torch.zeros(1, 32896), grouped, torch.ones(1), None, (1, 32896))
     with pytest.raises(RuntimeError, match="shape empty or with 6 elements, got 2"):
         scale = positive(torch.Generator(), 1)
         triple = [weight, scale] * 3

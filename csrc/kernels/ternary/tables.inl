@@ -36,7 +36,7 @@ constexpr int64_t table_scratch_bytes(int64_t rows, int64_t blocks) {
   const int64_t tables = (kTablesAtOnce * kTableSums + 2 * kTableDamaged) * U::kTokens * 2;
   const int64_t lines = 2 * kTablesAtOnce * 2 * rows;
   const int64_t block = rows * U::kTokens * 6 + kTableSpanK * U::kTokens;
-  const int64_t steps = layout::kTileMaxK / layout::kTileStepK;
+  const int64_t steps = layout::kGroupedTileMaxK / layout::kTileStepK;
   const int64_t beside = U::kDotTokens == 0 ? 0 : steps * (2 * kStepBytes + 4 * U::kDotTokens);
   return tables + lines + blocks * block + beside + 4096;
 }

@@ -64,7 +64,7 @@ def attach_draft_head(
     if (found := read_draft_head(file)) is None:
         return False
     draft, tensors = found
-    most = LAYOUTS[choose_format(weight_format, 1)]["max_in_features"]
+    most = LAYOUTS[choose_format(weight_format, 1)]["max_grouped_in_features"]
     for name, tensor in tensors.items():
         if isinstance(tensor, PackedWeight) and tensor.in_features <= most:
             tensors[name] = tensor.repack(weight_format)

@@ -93,7 +93,7 @@ def repack_all(
 ) -> Tensors:
     """The same tensors, ternary ones in the layout `weight_format`, in order in one Arena."""
     formats = {
-        name: choose_format(weight_format, value.in_features)
+        name: choose_format(weight_format, value.in_features, value.group_size)
         for name, value in tensors.items()
         if isinstance(value, PackedWeight)
     }

@@ -107,16 +107,17 @@ class PackedWeight:
 
         A CPU-specific layout fits the kernels in use when it is made and no others: after
         `force_isa` (BITNET_OPS_ISA) to kernels of other lanes, the ops reject it; repack. Raises
-        RuntimeError on a code 3, on such a layout for K above 32768, and as `choose_format`.
+        RuntimeError on a code 3, on such a layout for K above 32768 (65536 with scales of groups),
+        and as `choose_format`.
         """
-        format = choose_format(weight_format, self.in_features)
+        format = choose_format(weight_format, self.in_features, self.group_size)
         if format == self.format:
             return self
         rows = self.weight
         if self.format != "canonical":
             rows = ops.unrepack(rows, self.shape)
         if format != "canonical":
-            rows = ops.repack(rows, self.in_features, format)
+            rows = ops.repack(rows, self.in_features, format, self.group_size)
         return self.with_weight(rows, format)
 
     def to_canonical(self) -> PackedWeight:
@@ -211,16 +212,18 @@ def row_scales(blocked: Tensor, out_features: int) -> Tensor:
     return blocked.transpose(1, 2).flatten(0, 1)[:out_features].float()
 
 
-def choose_format(weight_format: str, in_features: int) -> str:
+def choose_format(weight_format: str, in_features: int, group_size: int = 0) -> str:
     """The layout that `weight_format`, one of WEIGHT_FORMATS, means for a matrix of K columns.
 
-    "auto" is "2bit", and "canonical" for a K that is too large for it. Raises ValueError.
+    "auto" is "2bit", and "canonical" for a K that is too large for it. group_size: of its scales,
+    0 for one a matrix or a row. Raises ValueError.
     """
     check_weight_format(weight_format)
     if weight_format != "auto":
         return weight_format
-    fits = in_features <= LAYOUTS[USUAL_FORMAT]["max_in_features"]
-    return USUAL_FORMAT if fits else "canonical"
+    layout = LAYOUTS[USUAL_FORMAT]
+    most = layout["max_grouped_in_features" if group_size else "max_in_features"]
+    return USUAL_FORMAT if in_features <= most else "canonical"
 
 
 def pack_ternary(codes: Tensor, scale: Tensor | float = 1.0, group_size: int = 0) -> PackedWeight:

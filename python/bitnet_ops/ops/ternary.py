@@ -73,7 +73,7 @@ def unpack(weight: Tensor, in_features: int) -> Tensor:
 
 
 @operator
-def repack(weight: Tensor, in_features: int, format: str) -> Tensor:
+def repack(weight: Tensor, in_features: int, format: str, group_size: int = 0) -> Tensor:
     """Bring canonical weights into a layout of the kernels that run now.
 
     A CPU-specific layout is what this CPU reads fastest. It is made when a model is loaded and not
@@ -83,14 +83,15 @@ def repack(weight: Tensor, in_features: int, format: str) -> Tensor:
 
     Args:
         weight: uint8 [N, 32 * ceil(K / 128)], contiguous, codes 0, 1, 2.
-        in_features: K, at most 32768.
+        in_features: K, at most 32768, or 65536 beside scales of groups.
         format: "2bit", 4 weights a byte, or "1.6bit", 5 weights a byte (more arithmetic for fewer
             bytes: for CPUs whose memory is slow against their cores).
+        group_size: of the scales that it will have, 64 or 128; 0: one a matrix or a row.
     Returns:
         uint8 [ceil(N / 4L), lines, 4L] for "2bit", [ceil(N / 5L), lines, L, 4] for "1.6bit", with
         lines = 16 * ceil(K / 64).
     Raises:
-        RuntimeError: as `unpack`; another format; K above 32768.
+        RuntimeError: as `unpack`; another format; another group_size; a K above what it allows.
     Source: docs/reference/layouts.md.
     """
     return weight.new_empty(_runtime.packed_shape(format, weight.shape[0], in_features))
