@@ -60,8 +60,8 @@ def one_line(stderr: str) -> str:
 # generate -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("isa", ["", *ISAS])
-def test_generate_prints_the_same_text_on_every_isa(isa: str) -> None:
+@pytest.mark.parametrize("isa", ["", ISAS[-1]])
+def test_generate_prints_the_same_text_on_the_isa_it_is_told(isa: str) -> None:
     done = cli("generate", CASE["prompt"], "-n", "48", "--ignore-eos", BITNET_OPS_ISA=isa)
     assert done.returncode == 0, done.stderr
     assert done.stdout == CASE["prompt"] + CASE["greedy_text"] + "\n"

@@ -93,6 +93,7 @@ def test_the_console_script_starts_as_quickly() -> None:
 
 @pytest.mark.parametrize("order", ["import torch, bitnet_ops", "import bitnet_ops, torch"])
 @pytest.mark.parametrize("name", ["-c", "bitnet-ops-tool.py", "other.py"])
+@pytest.mark.sampled(2)
 def test_everybody_else_gets_the_ops_by_importing(name: str, order: str, tmp_path: Path) -> None:
     code = f"{order}\nprint(torch.ops.bitnet.gemv.default, bitnet_ops.ops.__name__)\n"
     script = [name, code]

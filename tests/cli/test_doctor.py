@@ -150,6 +150,7 @@ def test_placement_is_shown() -> None:
         ("BITNET_OPS_WEIGHT_FORMAT", "3bit", "one of canonical, 2bit, 1.6bit"),
     ],
 )
+@pytest.mark.sampled(3)
 def test_an_ill_set_variable_is_an_error_with_the_remedy(
     variable: str, text: str, expected: str
 ) -> None:

@@ -142,6 +142,7 @@ def test_a_raw_op_rejects_what_it_has_no_gradient_for(op: str) -> None:
 
 
 @pytest.mark.parametrize("sample", COMPARABLE_SAMPLES + LARGE, ids=lambda sample: sample.id)
+@pytest.mark.by_turns
 def test_result_agrees_with_the_reference(sample: Sample, isa: str) -> None:
     args, expected_args = sample.args(), sample.args()
     actual = results(getattr(ops, sample.op)(*args), args, sample.op)

@@ -118,7 +118,7 @@ def server() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", RUN)
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(6)
 def test_block_runs_as_pasted(
     name: str, models: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
