@@ -52,8 +52,8 @@ constexpr int64_t head_tiles(int64_t rows) { return (rows + kHeadTileRows - 1) /
 //   base-3  byte = ceil(256 * v / 243), v = sum over f < 5 of code(f) * 3^(4-f): a fraction in base
 //           3, whose digits come off the top by multiplying with 3; 1.6 bits a weight
 // N is padded to whole row blocks and K to a multiple of 64, both with code 1 (weight 0).
-inline constexpr int64_t kTileStepK = 4;                // consecutive k in a lane
-inline constexpr int64_t kTilePadK = 64;                // an AMX tile of k
+inline constexpr int64_t kTileStepK = 4;  // consecutive k in a lane
+inline constexpr int64_t kTilePadK = 64;  // an AMX tile of k
 // Bounds of the sums (kernels/products.h): of all K, and where every group has a sum of its own.
 inline constexpr int64_t kTileMaxK = int64_t{1} << 15, kGroupedTileMaxK = int64_t{1} << 16;
 

@@ -62,8 +62,7 @@ void check_tile_columns(const Check& check, const char* argument, int64_t k, boo
   if (k > most)
     check.fail(argument,
                "at most " + std::to_string(most) + " input features in a CPU-specific layout " +
-                   (grouped ? "with" : "without") +
-                   " scales of groups; use the canonical one",
+                   (grouped ? "with" : "without") + " scales of groups; use the canonical one",
                std::to_string(k));
 }
 
