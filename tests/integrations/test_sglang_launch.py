@@ -341,6 +341,15 @@ def test_drafts_are_another_servers(installed, capsys):
     assert "bitnet-ops serve" in line
 
 
+def test_copies_of_a_model_share_the_processors(installed, monkeypatch, capsys):
+    monkeypatch.setattr(launch.machine, "affinity", lambda: {0, 1, 2, 3})
+    monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND", raising=False)
+    assert main(["sglang", str(DEMO_DIR), "--print", "--", "--dp", "2"]) == 0
+    assert "SGLANG_CPU_OMP_THREADS_BIND=0,1|2,3" in capsys.readouterr().out.splitlines()
+    assert main(["sglang", str(DEMO_DIR), "--print", "--", "--data-parallel-size", "0"]) == 1
+    assert "expected --dp of at least 1, got 0" in capsys.readouterr().err
+
+
 def test_ranks_are_the_last_ones_named():
     assert launch.ranks(["--tp", "2", "--max-total-tokens", "64", "--tp-size", "4"]) == 4
     assert launch.ranks(["--tp", "two"]) == 1  # SGLang says it
