@@ -90,6 +90,7 @@ def kinds(folder, count, kv_dtype, *names):
 
 def hybrid(folder, case):
     """Unrotated ones as safetensors, rotated ones as an MLX package; of "rotated" a GGUF file."""
+    import gguf_models
     import hf_writer
     import hybrids
     from bitnet_ops.convert import convert
@@ -103,8 +104,8 @@ def hybrid(folder, case):
     hf_writer.write_tokenizer(folder / f"{case}-hf", made.sizes.vocab)
     convert(folder / f"{case}-hf", folder / f"{case}-bin")
     if case == "rotated":
-        hybrids.write_gguf(folder / f"{case}-gguf", made)
-        hf_writer.write_tokenizer(folder / f"{case}-gguf", made.sizes.vocab)
+        tokenizer = gguf_models.byte_tokenizer(made.sizes.vocab)
+        hybrids.write_gguf(folder / f"{case}-gguf", made, more=tokenizer)
 
 
 def answers(model, result, prompts, count):

@@ -276,7 +276,7 @@ def hybrid_file(tmp_path_factory):
 def test_a_hybrids_folder_says_which_layers_keep_states(hybrid_file, tmp_path):
     folder = serving.write_folder(hybrid_file, tmp_path)
     config = json.loads((folder / "config.json").read_text())
-    assert config["architectures"] == [serving.HYBRID]
+    assert config["architectures"] == [plugin.HYBRID]
     assert config["model_type"] == serving.MODEL_TYPE
     assert config["full_attention_layer_ids"] == [3, 7]
     made = serving.model_of(config)
