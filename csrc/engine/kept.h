@@ -7,8 +7,8 @@
 
 namespace bitnet::engine {
 
-// A buffer of the blocks of one kind, float32 and contiguous: of each slot
-// [layers][rows + drafts][shape], without rows [layers][shape].
+// A buffer of the blocks of one kind, float32: of each layer of a slot [rows + drafts][shape],
+// without rows [shape], contiguous.
 struct KeptBuffer {
   std::string name;
   std::vector<int64_t> shape;
@@ -30,7 +30,7 @@ struct KeptMemory {
   float* data = nullptr;
   int64_t slot = 0, layer = 0;
 
-  // Of `buffer` with room for so many drafts.
+  // Of `buffer` with room for so many drafts, slots and layers one behind the other.
   static KeptMemory of(const KeptBuffer& buffer, int64_t drafts, float* data) {
     const int64_t layer = buffer.layer_floats(drafts);
     return {data, buffer.layers * layer, layer};

@@ -112,11 +112,6 @@ bool disjoint(const Tensor& a, const Tensor& b) {
   return disjoint(std::move(extents));
 }
 
-void check_rows(const Check& check, const Tensor& t, const char* argument) {
-  if (t.numel() != 0 && !disjoint(extents_of(t)))
-    check.fail(argument, "with memory of its own for every element", "overlapping strides");
-}
-
 // What int8 and its scales ask.
 void check_scales_apart(const Check& check, const Tensor& keys, const Tensor& values,
                         const Tensor& key_scale, const Tensor& value_scale, const char* argument) {
@@ -139,6 +134,11 @@ engine::PoolView view_of(const Tensor& t, const CacheDims& dims, int64_t layer) 
 }
 
 }  // namespace
+
+void check_rows(const Check& check, const Tensor& t, const char* argument) {
+  if (t.numel() != 0 && !disjoint(extents_of(t)))
+    check.fail(argument, "with memory of its own for every element", "overlapping strides");
+}
 
 void check_pool(const Check& check, const Tensor& key_pool, const Tensor& value_pool,
                 const CacheDims& dims) {

@@ -20,6 +20,8 @@ struct CacheDims {
 };
 inline constexpr CacheDims kPaged{0, 1, 2}, kPagedLayers{1, 2, 3, 0};
 
+// Any strides, as long as no two elements share a byte.
+void check_rows(const Check& check, const Tensor& t, const char* argument);
 // A pool of blocks that is read, and maybe written, where it lies: any strides of all dimensions
 // but the last, as long as no two rows share a byte. key_ and value_ are of one dtype and shape;
 // their rows may alternate in one block of memory, as some engines keep them.

@@ -5,6 +5,20 @@
 #include <cstring>
 
 namespace bitnet::ops {
+namespace {
+
+// Rows, if there are any, one behind the other, and the same of what a row is made of.
+void check_together(const Check& check, const Tensor& t, const char* argument) {
+  int64_t expected = 1;
+  for (int64_t d = t.dim() - 1; d >= 2; --d) {
+    if (t.size(d) != 1 && t.stride(d) != expected)
+      check.fail(argument, "contiguous in each layer of a slot",
+                 "stride " + std::to_string(t.stride(d)) + " in dimension " + std::to_string(d));
+    expected *= t.size(d);
+  }
+}
+
+}  // namespace
 
 StatePool::StatePool(const Check& check, std::vector<engine::KeptBuffer> buffers,
                      std::vector<const Tensor*> tensors, std::vector<std::string> names)
@@ -17,7 +31,8 @@ StatePool::StatePool(const Check& check, std::vector<engine::KeptBuffer> buffers
     check.dtype(t, names_[i].c_str(), ScalarType::Float);
     check.dim(t, names_[i].c_str(),
               2 + static_cast<int64_t>(rows >= 0) + static_cast<int64_t>(buffers[i].shape.size()));
-    check.contiguous(t, names_[i].c_str());
+    if (t.numel() != 0) check_together(check, t, names_[i].c_str());
+    check_rows(check, t, names_[i].c_str());
     if (rows < 0 || (fewest >= 0 && rows >= fewest)) continue;
     fewest = rows;
     drafts = std::max(t.size(2) - rows, int64_t{0});
@@ -32,8 +47,8 @@ StatePool::StatePool(const Check& check, std::vector<engine::KeptBuffer> buffers
     for (const int64_t size : buffer.shape) expected.push_back(size);
     const Tensor& t = *tensors_[i];
     check.shape(t, names_[i].c_str(), expected);
-    memory_.push_back(engine::KeptMemory::of(
-        buffer, drafts, t.numel() == 0 ? nullptr : static_cast<float*>(t.mutable_data_ptr())));
+    float* floats = t.numel() == 0 ? nullptr : static_cast<float*>(t.mutable_data_ptr());
+    memory_.push_back({floats, t.stride(0), t.stride(1)});
   }
 }
 

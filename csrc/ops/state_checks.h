@@ -10,8 +10,9 @@
 
 namespace bitnet::ops {
 
-// The buffers of all slots, float32 and contiguous, [slots, layers, ...] as engine::KeptBuffer
-// says, in memory of their own.
+// The buffers of all slots, float32, [slots, layers, ...] as engine::KeptBuffer says, in memory of
+// their own: a layer of a slot lies together, slots and layers any distance apart, for an engine
+// may keep one tensor for all slots of a layer.
 class StatePool {
  public:
   // Tensors that stay, one for each buffer, and how messages call them. A buffer of 0 layers has as

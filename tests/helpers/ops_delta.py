@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -218,6 +219,14 @@ def random_states(
     ]
 
 
+def layers_first(states: Tensor) -> Tensor:
+    """The same values as other engines keep them: all slots of a layer together, with gaps."""
+    slots, layers, *rest = states.shape
+    wide = torch.full((layers, slots, math.prod(rest) + 16), 9.0)
+    found = wide[..., : math.prod(rest)].unflatten(2, rest).transpose(0, 1)
+    return found.copy_(states)
+
+
 def _delta_net_samples() -> Built:
     for dtype in FLOATS:
         yield dtype_name(dtype), lambda g, d=dtype: delta_net_arguments(g, dtype=d)
@@ -233,6 +242,9 @@ def _delta_net_samples() -> Built:
     yield "no_sequences", lambda g: delta_net_arguments(g, new=(), lengths=())
     yield "int32_indices", lambda g: (
         lambda *args: (*args[:8], args[8].int(), args[9].int(), *args[10:])
+    )(*delta_net_arguments(g))  # fmt: skip
+    yield "slots_of_a_layer_together", lambda g: (
+        lambda *args: (*args[:6], [layers_first(t) for t in args[6]], *args[7:])
     )(*delta_net_arguments(g))  # fmt: skip
     yield "strided", lambda g: (
         lambda qkv, a, b, *rest: (strided(qkv), strided(a), strided(b), *rest)
@@ -296,6 +308,8 @@ _DELTA_NET_REJECTIONS: Rejections = [
     ({"states": _states(2, lambda t: t[:, :1].contiguous())}, "states[2] (kept)", "of shape [6, 2"),
     ({"states": _states(2, lambda t: t[0])}, "states[2] (kept)", "with 6 dimensions"),
     ({"states": _states(2, strided)}, "states[2] (kept)", "contiguous"),
+    ({"states": _states(0, lambda t: t[:1].expand(t.shape))}, "states[0] (recurrent)",
+     "memory of its own for every element, got overlapping strides"),
     ({"layer": value(2)}, "layer", "in [0, 2), got 2"),
     ({"layer": value(-1)}, "layer", "in [0, 2), got -1"),
     ({"query_start_loc": to("query_start_loc", F32)}, "query_start_loc", "of dtype int64 or int32"),

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from bitnet_ops.integrations.states import EngineStates, state_steps
 from bitnet_ops.models.step_batch import StepBatch
 from bitnet_ops.nn.kv_pool import PagedPool
 
@@ -22,11 +23,16 @@ class EnginePool(PagedPool):
     """Keys and values of all layers, read and written where the engine has them.
 
     key_pool, value_pool: float32 or bfloat16 [layers, blocks, block_size, KV, D] with any strides
-    but a contiguous D. What `Decoder.step` asks of a pool, besides: no scales.
+    but a contiguous D. What `Decoder.step` asks of a pool, besides: no scales. recurrent: the
+    states of a hybrid, whose pools of keys and values are those of its layers of attention.
     """
 
-    def __init__(self, key_pool: Tensor, value_pool: Tensor) -> None:
-        self._caches = {"key": key_pool, "value": value_pool}
+    def __init__(
+        self, key_pool: Tensor, value_pool: Tensor, recurrent: EngineStates | None = None
+    ) -> None:
+        self.recurrent = recurrent
+        states = recurrent.tensors if recurrent is not None else {}
+        self._caches = {"key": key_pool, "value": value_pool, **states}
 
     @property
     def block_size(self) -> int:
@@ -87,8 +93,13 @@ def batch_of(
     block_table: Tensor,
     *,
     all_rows: bool = False,
+    state_slots: Tensor | None = None,
+    largest: int = 0,
 ) -> StepBatch:
-    """New tokens of sequences, which begin at `starts`; logits of the last one each, or of all."""
+    """New tokens of sequences, which begin at `starts`; logits of the last one each, or of all.
+
+    state_slots: of a hybrid, the slot of each sequence's states. largest: as of StepBatch.
+    """
     return StepBatch(
         token_ids=token_ids,
         positions=positions,
@@ -97,4 +108,6 @@ def batch_of(
         seq_lens=seq_lens,
         block_table=block_table,
         logit_rows=torch.arange(len(token_ids)) if all_rows else starts[1:] - 1,
+        state_steps=None if state_slots is None else state_steps(state_slots),
+        largest=largest,
     )

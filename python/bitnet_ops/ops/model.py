@@ -259,10 +259,11 @@ def delta_net(
         a, b: float32 [tokens, HV].
         conv: float32 [kernel, C], kernel from 2 to 8, the last row that of the current token.
         A_log, dt_bias: float32 [HV].
-        states: float32, contiguous: the recurrent states [slots, layers, HV, DV / 32, DK, 32],
-            columns in slabs of 32; the last inputs of the convolution [slots, layers, kernel - 1 +
-            drafts, C], oldest first; what is kept of drafts [slots, layers, drafts, HV, DV / 32,
-            DK + 48]. DK and DV are multiples of 32 up to 256. All are mutated.
+        states: float32, contiguous but for the strides of slots and layers, which may be any that
+            keep them apart: the recurrent states [slots, layers, HV, DV / 32, DK, 32], columns in
+            slabs of 32; the last inputs of the convolution [slots, layers, kernel - 1 + drafts, C],
+            oldest first; what is kept of drafts [slots, layers, drafts, HV, DV / 32, DK + 48]. DK
+            and DV are multiples of 32 up to 256. All are mutated.
         layer: whose states.
         query_start_loc, seq_lens: as `paged_attention` takes them. A sequence whose first new token
             stands at position 0 begins without a state, whatever its slot holds.

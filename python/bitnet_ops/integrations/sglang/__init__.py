@@ -17,9 +17,13 @@ from bitnet_ops.integrations.plugin import METHOD, Plugin
 
 CONFIG_CLASS = "bitnet_ops.integrations.sglang.quantization:BitNetConfig"
 MODEL_PACKAGE = "bitnet_ops.integrations.sglang.models"
+# of SGLang's module mamba_hook, by which it says that a CPU keeps no states inside of prompts
+PLATFORM_CHECK = "_platform_supports_mamba_cache_extra_buffer"
 ATTENTION_VARIABLE = "BITNET_OPS_SGLANG_ATTENTION"  # 1: our attention as torch_native
 _TABLES = "QUANTIZATION_METHODS", "CPU_QUANTIZATION_METHODS"  # the second where SGLang sees AMX
 _QUANTIZATION = "sglang.srt.layers.quantization"
+_HYBRIDS = "sglang.srt.configs.linear_attn_model_registry"
+HYBRID = "BitnetOpsHybridForCausalLM"  # the class of converted hybrids
 
 
 def _allows(listed: str | None) -> bool:
@@ -86,6 +90,11 @@ def _attention_backend(model_runner: Any) -> Any:
     return module.BitnetAttentionBackend(model_runner)
 
 
+def _put_hybrids() -> None:
+    """Let SGLang know of converted hybrids, whose states it is to keep."""
+    importlib.import_module(f"{__name__}.hybrid").put_hybrids()
+
+
 def _put_model() -> None:
     """Offer the fused BitNetForCausalLM; without it SGLang runs transformers' model unfused.
 
@@ -111,6 +120,7 @@ def register() -> None:
         _put_everywhere()
         _put_choice()
         _put_attention()
+        _put_hybrids()
         _put_model()
 
 
@@ -131,10 +141,14 @@ def doctor() -> dict[str, Any]:
 def _registered() -> dict[str, Any]:
     quantization = importlib.import_module(_QUANTIZATION)
     tables = {name: getattr(quantization, name) for name in _TABLES}
+    hybrids = importlib.import_module(_HYBRIDS)
     return {
         "registered": {
-            name: METHOD in table or METHOD in getattr(table, "specs", ())
-            for name, table in tables.items()
+            **{
+                name: METHOD in table or METHOD in getattr(table, "specs", ())
+                for name, table in tables.items()
+            },
+            "linear_attn_model_registry": hybrids.get_linear_attn_spec_by_arch(HYBRID) is not None,
         },
         "model_package": os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE"),
     }
