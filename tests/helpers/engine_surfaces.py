@@ -94,6 +94,73 @@ def _named(*classes):
 LINEARS = _named(LinearBase, ReplicatedLinear, ColumnParallelLinear, RowParallelLinear)
 
 
+@dataclass
+class LinearAttnModelSpec:
+    config_class: type
+    backend_class_name: str
+    arch_names: list
+    hybrid_backend_class_name: str | None = None
+    support_mamba_cache_extra_buffer: bool = False
+
+
+@dataclass(kw_only=True)
+class Mamba2StateDType:
+    conv: torch.dtype
+    temporal: torch.dtype
+
+
+@dataclass(kw_only=True)
+class Mamba2StateShape:
+    conv: list
+    temporal: tuple
+
+    @classmethod
+    def create(
+        cls, *, tp_world_size, intermediate_size, n_groups, num_heads, head_dim, state_size,
+        conv_kernel,
+    ):  # fmt: skip
+        assert tp_world_size == 1
+        channels = intermediate_size + 2 * n_groups * state_size
+        return cls(conv=[(channels, conv_kernel - 1)], temporal=(num_heads, head_dim, state_size))
+
+
+@dataclass(kw_only=True)
+class Mamba2CacheParams:
+    shape: Mamba2StateShape
+    dtype: Mamba2StateDType
+    layers: list
+
+
+MAMBA_HOOK = "sglang.srt.arg_groups.mamba_hook"
+
+
+def validate_mamba_extra_buffer(view, hf_config, *, mamba_cache_chunk_size_of):
+    """Looks the check up where it stands, as SGLang does."""
+    assert sys.modules[MAMBA_HOOK]._platform_supports_mamba_cache_extra_buffer(), "no platform"
+    return view, mamba_cache_chunk_size_of
+
+
+def _hybrids():
+    """What SGLang knows of models with recurrent layers."""
+    specs = []
+    configs = "sglang.srt.configs"
+    return {
+        f"{configs}.linear_attn_model_registry": {
+            "SPECS": specs,
+            "register_linear_attn_model": specs.append,
+            "get_linear_attn_spec_by_arch": lambda name: next(
+                (spec for spec in specs if name in spec.arch_names), None
+            ),
+            **_named(LinearAttnModelSpec),
+        },
+        f"{configs}.mamba_utils": _named(Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape),
+        MAMBA_HOOK: {
+            "_platform_supports_mamba_cache_extra_buffer": lambda: False,
+            "validate_mamba_extra_buffer": validate_mamba_extra_buffer,
+        },
+    }
+
+
 def sglang(table_type=dict):
     """{dotted name: its members} of SGLang's surface, with fresh tables of the given kind."""
     choices, backends, packages = ["awq", "fp8"], {"torch_native": None}, []
@@ -121,6 +188,7 @@ def sglang(table_type=dict):
         "sglang.srt.models.registry": {
             "ModelRegistry": types.SimpleNamespace(register=register, packages=packages)
         },
+        **_hybrids(),
     }
 
 

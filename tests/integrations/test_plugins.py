@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import engine_surfaces
+import hybrids
 from bitnet_ops.cli import doctor
 from bitnet_ops.config import UnsupportedModelError
 from bitnet_ops.integrations import CheckpointError, ScaleRule, plugin, sglang, vllm
@@ -126,6 +127,34 @@ def test_torch_natives_attention_is_replaced_only_where_asked_for(monkeypatch):
     monkeypatch.setenv(sglang.ATTENTION_VARIABLE, "1")
     sglang.register()
     assert backends == {"torch_native": sglang._attention_backend}
+
+
+def test_sglang_learns_of_hybrids_and_of_their_states(monkeypatch):
+    """The check of its platform gives way for ours alone."""
+    modules = install_sglang(monkeypatch)
+    for _ in range(2):
+        sglang.register()
+    from bitnet_ops.integrations.sglang import hybrid, serving
+
+    (spec,) = modules["sglang.srt.configs.linear_attn_model_registry"].SPECS
+    assert spec.arch_names == [serving.HYBRID] and spec.support_mamba_cache_extra_buffer
+    made = hybrids.text_config(hybrids.make("plain"))
+    ours = {"model_type": serving.MODEL_TYPE, serving._SOURCE_TYPE: made["model_type"]}
+    config = spec.config_class(**{**made, **ours})
+    params = config.mamba2_cache_params
+    assert params.layers == [0, 1, 2, 4, 5, 6]
+    assert params.shape.temporal == (6, 128, 128) and params.shape.conv == [(1280, 3)]
+    assert params.dtype.conv is params.dtype.temporal is torch.float32
+    attention = object()
+    for name in (spec.backend_class_name, spec.hybrid_backend_class_name):
+        assert callable(getattr(hybrid, name.rpartition(".")[2]))
+    assert hybrid.attention_alone(attention, hybrid.no_backend(None), [3]) is attention
+    hook = modules[engine_surfaces.MAMBA_HOOK]
+    validate = {"view": 1, "mamba_cache_chunk_size_of": 64}
+    assert hook.validate_mamba_extra_buffer(hf_config=config, **validate) == (1, 64)
+    with pytest.raises(AssertionError, match="no platform"):
+        hook.validate_mamba_extra_buffer(hf_config=types.SimpleNamespace(), **validate)
+    assert not hook._platform_supports_mamba_cache_extra_buffer()
 
 
 def test_vllm_gets_the_method_and_the_models_and_keeps_its_own(monkeypatch):

@@ -18,9 +18,10 @@ import pytest
 import torch
 
 import bitnet_ops.integrations.sglang as plugin
+import hf_writer
 import hybrids
 from bitnet_ops.cli import main
-from bitnet_ops.formats import sglbitnt
+from bitnet_ops.convert import convert
 from bitnet_ops.integrations.plugin import Plugin
 from bitnet_ops.integrations.sglang import launch, serving
 from bitnet_ops.language_model import DEMO_DIR
@@ -262,21 +263,81 @@ def test_a_converted_model_is_one_rank(installed, capsys, words):
     assert "expected --tp 1 for a converted model, got 2; for a Llama" in line
 
 
-@pytest.mark.parametrize("form", ["nested", "flat", "converted", "per-layer"])
-def test_a_hybrid_is_refused_before_anything_is_converted(installed, tmp_path, capsys, form):
+@pytest.fixture(scope="module")
+def hybrid_file(tmp_path_factory):
+    """A converted hybrid with its tokenizer."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    made = hybrids.write_mlx(folder / "source", hybrids.make("rotated"))
+    hf_writer.write_tokenizer(made, 321)
+    convert(made, folder / "converted")
+    return folder / "converted" / "model.bin"
+
+
+def test_a_hybrids_folder_says_which_layers_keep_states(hybrid_file, tmp_path):
+    folder = serving.write_folder(hybrid_file, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == [serving.HYBRID]
+    assert config["model_type"] == serving.MODEL_TYPE
+    assert config["full_attention_layer_ids"] == [3, 7]
+    made = serving.model_of(config)
+    assert made.delta_net.layers == (0, 1, 2, 4, 5, 6) and made.delta_net.value_heads == 6
+    assert (config["head_dim"], config["num_key_value_heads"]) == (64, 2)
+
+
+# Of a slot: 6 layers of 6 heads of 64 x 64, and of 3 inputs of 640 channels, in float32.
+SLOT_BYTES = 4 * 6 * (6 * 64 * 64 + 3 * 640)
+
+
+@pytest.mark.parametrize(("slots", "expected"), [(40, 20), (2, 5), (10**6, 320)])
+def test_states_take_half_of_what_caches_may(hybrid_file, tmp_path, monkeypatch, slots, expected):
+    folder = serving.write_folder(hybrid_file, tmp_path)
+    monkeypatch.setattr(launch.machine, "cache_budget", lambda: slots * SLOT_BYTES)
+    words = launch.command(folder, "m")
+    assert words[words.index("--max-mamba-cache-size") + 1] == str(expected)
+    left = (slots - expected) * SLOT_BYTES // (2 * 2 * 2 * 64 * 2)  # 2 layers of 2 heads of 64
+    assert words[words.index("--max-total-tokens") + 1] == str(max(1, min(32768, left)))
+
+
+@pytest.mark.parametrize(
+    ("check", "options", "asked"),
+    [
+        (f"def {plugin.PLATFORM_CHECK}():", [], True),
+        ("def validate():", [], False),  # an older version, which asks elsewhere
+        (f"def {plugin.PLATFORM_CHECK}():", ["--mamba-radix-cache-strategy=no_buffer"], False),
+        (f"def {plugin.PLATFORM_CHECK}():", ["--disable-radix-cache"], False),
+    ],
+)
+def test_states_inside_of_prompts_are_asked_for_where_sglang_can(
+    hybrid_file, tmp_path, monkeypatch, check, options, asked
+):
+    hook = tmp_path / "srt" / "arg_groups" / "mamba_hook.py"
+    hook.parent.mkdir(parents=True)
+    hook.write_text(check)
+    (tmp_path / "srt" / "server_args.py").write_text("")
+    monkeypatch.setattr(launch, "_sources", lambda: tmp_path / "srt")
+    (tmp_path / "folder").mkdir()
+    folder = serving.write_folder(hybrid_file, tmp_path / "folder")
+    words = launch.command(folder, "m", options)
+    assert ("extra_buffer" in words) == asked
+    assert "extra_buffer" not in launch.command(DEMO_DIR, "m", options)
+
+
+@pytest.mark.parametrize("form", ["nested", "flat"])
+def test_a_hybrid_is_no_checkpoint_for_sglangs_own_code(installed, tmp_path, capsys, form):
     made = hybrids.make("rotated")
-    nested = form in ("nested", "per-layer")
-    config = hybrids.nested_config(made) if nested else hybrids.text_config(made)
-    if form == "converted":
-        config = hybrids.converted_config(made)
-        with sglbitnt.Writer(tmp_path / "model.bin", config, 1) as writer:
-            writer.add_dense("model.norm.weight", torch.ones(4))
-    else:
-        (tmp_path / "config.json").write_text(json.dumps(config))
-    words = ["--per-layer"] if form == "per-layer" else []
-    assert main(["sglang", str(tmp_path), "--print", *words]) == 1
+    config = hybrids.nested_config(made) if form == "nested" else hybrids.text_config(made)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["sglang", str(tmp_path), "--print", "--per-layer", "--", "--tp", "2"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert "sglang: expected a model whose layers all have attention, got qwen3_5_text" in line
+    assert "expected a model whose layers all have attention (--per-layer), got 'qwen3_5" in line
+    assert "Leave out --per-layer" in line and "--dp 2" in line
+
+
+def test_drafts_are_another_servers(installed, capsys):
+    words = ["sglang", str(DEMO_DIR), "--print", "--", "--speculative-algorithm", "NGRAM"]
+    assert main(words) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no speculative decoding of a converted model, got --speculative-algorithm" in line
     assert "bitnet-ops serve" in line
 
 
@@ -292,6 +353,8 @@ def test_ranks_are_the_last_ones_named():
         "from torchvision.transforms.v2 import Resize as f",
         "from torchvision.transforms.functional import resize as f",
         "from sgl_kernel import copy_all_layer_kv_cache_cpu as f",
+        "from sgl_kernel.mamba import causal_conv1d_fn_cpu as f",
+        "import sgl_kernel.mamba, torch; f = torch.ops.sgl_kernel.fused_gdn_gating_cpu",
     ],
 )
 def test_stand_ins_can_be_imported_and_say_so_when_called(use):

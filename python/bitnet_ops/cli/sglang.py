@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             launch.check_checkpoint(folder, ranks)
         else:
             launch.check_whole(ranks)
-            launch.check_states(folder)
+            launch.check_drafts(args.passed_on)
             file = resolve(args.model).file
             folder = serving.write_folder(file, Path(temporary), args.head_format)
         env = launch.environment(os.environ, launch.architectures(folder), ranks)

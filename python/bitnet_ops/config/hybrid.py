@@ -160,19 +160,26 @@ def passed_over(config: Mapping[str, Any]) -> list[str]:
     return sorted(k for k, v in config.items() if v is not None and k not in _KNOWN | _OUTER)
 
 
+def has_states(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json, nested or flat, of whatever package, is a hybrid's."""
+    text = config.get("text_config")
+    text = text if isinstance(text, Mapping) else config
+    return "linear_num_value_heads" in text or text.get("model_type") in _FLAT
+
+
 def refuse_states(who: str, config: Mapping[str, Any]) -> None:
     """Raise UnsupportedModelError for a model with states, `who` being an engine that keeps none.
 
-    config: a config.json, nested or flat, of whatever package.
+    config: a config.json, as `has_states` takes it.
     """
     text = config.get("text_config")
     text = text if isinstance(text, Mapping) else config
-    if "linear_num_value_heads" in text or text.get("model_type") in _FLAT:
+    if has_states(config):
         raise UnsupportedModelError(
             f"{who}: expected a model whose layers all have attention, got "
-            f"{printable(text.get('model_type'))} with layers of Gated DeltaNet, whose states are "
-            "kept by this package's own engine alone; serve it with bitnet-ops serve, or run it "
-            "with generate, chat or bitnet_ops.load"
+            f"{printable(text.get('model_type'))} with layers of Gated DeltaNet, which keep "
+            "states; serve it with bitnet-ops serve or bitnet-ops sglang, or run it with generate, "
+            "chat or bitnet_ops.load"
         )
 
 

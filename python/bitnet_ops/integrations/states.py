@@ -107,6 +107,11 @@ def sizes_of(net: DeltaNet) -> tuple[tuple[int, int], tuple[int, int, int]]:
     return (net.channels, net.kernel - 1), (net.value_heads, net.value_dim, net.key_dim)
 
 
+def slot_bytes(net: DeltaNet) -> int:
+    """Bytes of a slot, all layers together."""
+    return 4 * len(net.layers) * sum(math.prod(shape) for shape in sizes_of(net))
+
+
 def state_steps(slots: Tensor) -> Tensor:
     """`StepBatch.state_steps` int64 [sequences, 3] of slots [sequences], without drafts."""
     steps = slots.new_zeros((len(slots), 3), dtype=torch.int64)

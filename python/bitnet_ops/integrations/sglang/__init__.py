@@ -17,6 +17,8 @@ from bitnet_ops.integrations.plugin import METHOD, Plugin
 
 CONFIG_CLASS = "bitnet_ops.integrations.sglang.quantization:BitNetConfig"
 MODEL_PACKAGE = "bitnet_ops.integrations.sglang.models"
+# of SGLang's module mamba_hook, by which it says that a CPU keeps no states inside of prompts
+PLATFORM_CHECK = "_platform_supports_mamba_cache_extra_buffer"
 ATTENTION_VARIABLE = "BITNET_OPS_SGLANG_ATTENTION"  # 1: our attention as torch_native
 _TABLES = "QUANTIZATION_METHODS", "CPU_QUANTIZATION_METHODS"  # the second where SGLang sees AMX
 _QUANTIZATION = "sglang.srt.layers.quantization"
@@ -86,6 +88,11 @@ def _attention_backend(model_runner: Any) -> Any:
     return module.BitnetAttentionBackend(model_runner)
 
 
+def _put_hybrids() -> None:
+    """Let SGLang know of converted hybrids, whose states it is to keep."""
+    importlib.import_module(f"{__name__}.hybrid").put_hybrids()
+
+
 def _put_model() -> None:
     """Offer the fused BitNetForCausalLM; without it SGLang runs transformers' model unfused.
 
@@ -111,6 +118,7 @@ def register() -> None:
         _put_everywhere()
         _put_choice()
         _put_attention()
+        _put_hybrids()
         _put_model()
 
 

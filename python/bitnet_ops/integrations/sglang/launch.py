@@ -17,12 +17,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bitnet_ops import machine
-from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.families import family_of
-from bitnet_ops.config.hybrid import refuse_states
+from bitnet_ops.config.hybrid import DeltaNet, has_states
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.generate.tokenizer import Tokenizer
 from bitnet_ops.integrations import sglang
+from bitnet_ops.integrations.sglang.serving import model_of
+from bitnet_ops.integrations.states import slot_bytes
 from bitnet_ops.nn.storage import KV_TYPES
 from bitnet_ops.untrusted import read_json_object
 from bitnet_ops.untrusted.bounded import interpreter
@@ -39,6 +40,9 @@ ARGUMENTS = (
     *("--max-running-requests", "32", "--log-level", "warning"),
 )
 _MAX_TOKENS = 32768  # in the cache of keys and values, where memory allows
+# slots of states: SGLang holds so many for a request, at most, of 32 at once, and as many prefixes
+_SLOTS_OF_A_REQUEST, _MAX_SLOTS = 5, 2 * 32 * 5
+_STRATEGY = "--mamba-radix-cache-strategy"
 _FALLBACK = "transformers"  # the module of SGLang that runs what it has no class for
 
 
@@ -115,14 +119,20 @@ def check_whole(count: int) -> None:
     if count > 1:
         raise LaunchError(
             f"sglang: expected --tp 1 for a converted model, got {count}; for a Llama- or "
-            "Qwen-type checkpoint folder add --per-layer, else give the one rank more --threads"
+            "Qwen-type checkpoint folder add --per-layer, else give the one rank more --threads, "
+            f"or run the whole model {count} times with --dp {count}"
         )
 
 
-def check_states(model: Path) -> None:
-    """Refuse the checkpoint folder of a hybrid before it is converted; other forms come later."""
-    if (file := model / "config.json").is_file():
-        refuse_states("sglang", read_json_object(file))
+def check_drafts(options: Sequence[str]) -> None:
+    """Raise LaunchError for speculative decoding, which SGLang does by models of its own."""
+    asked = [option for option in options if option.startswith("--speculative-")]
+    if asked:
+        raise LaunchError(
+            f"sglang: expected no speculative decoding of a converted model, got {asked[0]}; "
+            "SGLang drafts by its own model code alone: leave it out, or use bitnet-ops serve, "
+            "which uses the draft head of a model that has one"
+        )
 
 
 def check_checkpoint(folder: Path, count: int) -> None:
@@ -136,7 +146,13 @@ def check_checkpoint(folder: Path, count: int) -> None:
             "--per-layer for other forms of a model"
         )
     config = read_json_object(file)
-    refuse_states("sglang", config)
+    if has_states(config):
+        raise LaunchError(
+            f"sglang: expected a model whose layers all have attention (--per-layer), got "
+            f"{config.get('model_type')!r} in {file}: SGLang's own code for recurrent layers needs "
+            "its kernels for AMX, which no package has. Leave out --per-layer; for several ranks "
+            "of the whole model add -- --dp 2"
+        )
     settings = config.get("quantization_config")
     method = settings.get("quant_method") if isinstance(settings, dict) else None
     if method != sglang.METHOD:
@@ -252,12 +268,43 @@ def environment(base: Mapping[str, str], classes: Sequence[str], count: int = 1)
 def _tokens_in_memory(file: Path) -> int:
     """How many tokens' keys and values in bfloat16 there is memory for; `file`: the config.json."""
     try:
-        config = ModelConfig.from_hf(read_json_object(file))
+        config = model_of(read_json_object(file))
     except BitNetError:  # whoever loads the model says it
         return _MAX_TOKENS
-    rows = 2 * config.num_hidden_layers * config.num_key_value_heads
-    found = machine.cache_budget() // (rows * KV_TYPES["bfloat16"].row_bytes(config.head_dim))
+    layers, budget = config.num_hidden_layers, machine.cache_budget()
+    if (net := config.delta_net) is not None:
+        layers -= len(net.layers)
+        budget -= _slots_in_memory(net) * slot_bytes(net)
+    rows = 2 * layers * config.num_key_value_heads
+    found = budget // (rows * KV_TYPES["bfloat16"].row_bytes(config.head_dim))
     return max(1, min(_MAX_TOKENS, found))
+
+
+def _slots_in_memory(net: DeltaNet) -> int:
+    """How many slots of states there are, in half of what caches may take."""
+    found = machine.cache_budget() // (2 * slot_bytes(net))
+    return max(_SLOTS_OF_A_REQUEST, min(_MAX_SLOTS, found))
+
+
+def _states(file: Path, options: Sequence[str]) -> list[str]:
+    """What a hybrid needs; `file`: the config.json.
+
+    States inside of prompts, where this SGLang can be brought to ask for them: so a prompt that
+    begins as another has begun is continued, where states at the ends of prompts would not do.
+    """
+    try:
+        net = model_of(read_json_object(file)).delta_net
+    except BitNetError:
+        return []
+    if net is None:
+        return []
+    words = ["--max-mamba-cache-size", str(_slots_in_memory(net))]
+    given, sources = {option.split("=")[0] for option in options}, _sources()
+    hook = None if sources is None else sources / "arg_groups" / "mamba_hook.py"
+    if given.isdisjoint((_STRATEGY, "--disable-radix-cache")) and hook and hook.is_file():
+        if f"def {sglang.PLATFORM_CHECK}(" in hook.read_text(encoding="utf-8"):
+            words += [_STRATEGY, "extra_buffer"]
+    return words
 
 
 def _answers(model: Path, options: Sequence[str]) -> list[str]:
@@ -293,5 +340,6 @@ def command(model: Path, name: str, options: Sequence[str] = ()) -> list[str]:
     """The words that start the server of the folder `model` under `name`; `options` win."""
     fixed = ["--model-path", str(model), "--served-model-name", name, *ARGUMENTS]
     fixed += ["--max-total-tokens", str(_tokens_in_memory(model / "config.json"))]
+    fixed += _states(model / "config.json", options)
     fixed += _answers(model, options)
     return [interpreter(), "-m", "sglang.launch_server", *fixed, *options]

@@ -1,25 +1,29 @@
 """The folder in which SGLang finds a converted model: config.json, model.bin, tokenizer.
 
 SGLang wants a Hugging Face folder. Its config.json is that of the model file with two entries more:
-the class of `models/whole.py`, and where the model file lies. Everything else is a link. It must
-not import sglang.
+the class of `models/whole.py`, and where the model file lies. That of a hybrid has a model_type of
+our own besides, by which SGLang finds out about its states (`hybrid.py`). Everything else is a
+link. It must not import sglang.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bitnet_ops.config.hybrid import refuse_states
+from bitnet_ops.config import ModelConfig
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.formats import sglbitnt
 from bitnet_ops.loading.model_contents import completed_config, model_config
 from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT
 
-ARCHITECTURE = "BitnetOpsForCausalLM"
+ARCHITECTURE, HYBRID = "BitnetOpsForCausalLM", "BitnetOpsHybridForCausalLM"
 _FILE, _HEAD = "bitnet_ops_model", "bitnet_ops_head"
+# model_type in a hybrid's config.json, beside which stands that of the model file
+MODEL_TYPE, _SOURCE_TYPE = "bitnet_ops_hybrid", "bitnet_ops_model_type"
 # What must not reach SGLang: it would choose a quantisation method by the first.
 _DROPPED = ("quantization_config", "auto_map", "torch_dtype", "dtype")
 _LINKED = ("tokenizer*", "special_tokens_map.json", "generation_config.json", "*.jinja")
@@ -36,7 +40,6 @@ def write_folder(file: Path, folder: Path, head: str = DEFAULT_HEAD_FORMAT) -> P
     file raises.
     """
     reader = sglbitnt.Reader(file, check_codes=False)
-    refuse_states("sglang", reader.config)
     about = model_config(reader)
     if about.embedding_only:
         raise ServingError(f"sglang: expected a model with an output head, got {file}, without one")
@@ -49,12 +52,39 @@ def write_folder(file: Path, folder: Path, head: str = DEFAULT_HEAD_FORMAT) -> P
     config = {key: value for key, value in config.items() if key not in _DROPPED}
     config |= {"architectures": [ARCHITECTURE], _FILE: str(file.resolve()), _HEAD: head}
     config |= {"max_position_embeddings": about.max_position_embeddings}
+    config |= _of_hybrid(config, about)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     os.symlink(file.resolve(), folder / "model.bin")
     for pattern in _LINKED:
         for found in sorted(file.parent.glob(pattern)):
             os.symlink(found.resolve(), folder / found.name)
     return folder
+
+
+def _of_hybrid(config: Mapping[str, Any], about: ModelConfig) -> dict[str, Any]:
+    """What config.json says of a hybrid; nothing of another model.
+
+    Sizes of attention are said whether the model's own config.json says them or not, for SGLang
+    knows no defaults of a model_type that is not its own.
+    """
+    if about.delta_net is None:
+        return {}
+    layers = sorted({*range(about.num_hidden_layers)} - {*about.delta_net.layers})
+    return {
+        "architectures": [HYBRID],
+        "model_type": MODEL_TYPE,
+        _SOURCE_TYPE: config["model_type"],
+        "full_attention_layer_ids": layers,
+        "head_dim": about.head_dim,
+        "num_key_value_heads": about.num_key_value_heads,
+    }
+
+
+def model_of(config: Mapping[str, Any]) -> ModelConfig:
+    """The model of a folder's config.json, or of what a package has made of it."""
+    source = config.get(_SOURCE_TYPE, config.get("model_type"))
+    plain = {**config, "model_type": source, "architectures": None}
+    return ModelConfig.from_hf(plain, ignore_unknown=True)
 
 
 def model_file(config: Any) -> Path:

@@ -1,8 +1,9 @@
 """BitnetOpsForCausalLM: a converted model of any family, in SGLang, in one op a forward.
 
-The config.json that the launcher writes (`sglang/serving.py`) names this class and a model.bin.
-Weights are loaded as `bitnet_ops.load` loads them; keys and values lie in SGLang's own pool, so its
-scheduler, prefix cache and chunked prompts work as ever. Loaded by SGLang's registry only.
+The config.json that the launcher writes (`sglang/serving.py`) names this class, or that of hybrids,
+and a model.bin. Weights are loaded as `bitnet_ops.load` loads them; keys and values lie in SGLang's
+own pool, recurrent states in its slots, so its scheduler, prefix cache and chunked prompts work as
+ever. Loaded by SGLang's registry only.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 
 from bitnet_ops.integrations import paged
 from bitnet_ops.integrations.checkpoint import CheckpointError, check_activation_dtype
+from bitnet_ops.integrations.sglang.hybrid import pin_nothing
 from bitnet_ops.integrations.sglang.serving import head_format, model_file
+from bitnet_ops.integrations.states import EngineStates, Track, run_tracked
 from bitnet_ops.loading.weights import load_model
 from bitnet_ops.models import Decoder
 from bitnet_ops.models.step_batch import StepBatch
@@ -54,7 +57,8 @@ class BitnetOpsForCausalLM(nn.Module):
             raise CheckpointError(
                 "bitnet: expected tensor- and pipeline-parallel size 1, got "
                 f"{parallel.tp_size} and {parallel.pp_size}; a converted model runs on one rank: "
-                "serve the Hugging Face checkpoint of a Llama-type model instead"
+                "serve the Hugging Face checkpoint of a Llama-type model instead, or run the whole "
+                "model several times with --dp 2"
             )
         self.config, self.quant_config = config, quant_config
         self.dtype = torch.get_default_dtype()
@@ -95,14 +99,19 @@ class BitnetOpsForCausalLM(nn.Module):
         hidden = bool(forward_batch.return_logprob and not mode.is_decode())
         hidden |= bool(forward_batch.capture_hidden_mode.need_capture())
         batch = _batch(input_ids, positions, forward_batch, all_rows=hidden)
+        step = self.decoder.step_states if hidden else self.decoder.step
+        if pool.recurrent is None:
+            rows = step(batch, pool)
+        else:
+            rows = run_tracked(step, batch, pool, pool.recurrent, _tracks(forward_batch))
         if hidden:
-            states = self.decoder.step_states(batch, pool)
-            return self.logits_processor(input_ids, states, self._head, forward_batch)
-        return LogitsProcessorOutput(next_token_logits=self.decoder.step(batch, pool))
+            return self.logits_processor(input_ids, rows, self._head, forward_batch)
+        return LogitsProcessorOutput(next_token_logits=rows)
 
     def _pool(self) -> paged.EnginePool:
         """SGLang's K and V of all layers, which become one tensor each before the first write."""
         owner = get_attn_backend().token_to_kv_pool
+        owner = getattr(owner, "full_kv_pool", owner)  # of a hybrid's layers of attention
         if self._pools is None or self._pools[0] is not owner:
             stacked: list[Tensor] = []
             for name in ("k_buffer", "v_buffer"):
@@ -110,14 +119,60 @@ class BitnetOpsForCausalLM(nn.Module):
                 setattr(owner, name, list(whole.unbind(0)))
                 stacked.append(paged.in_blocks(whole, 1))
             owner._init_data_ptrs_and_strides()
-            self._pools = owner, paged.EnginePool(stacked[0], stacked[1])
+            self._pools = owner, paged.EnginePool(stacked[0], stacked[1], self._states())
         return self._pools[1]
+
+    def _states(self) -> EngineStates | None:
+        """SGLang's slots of recurrent states, if the model has any."""
+        if self.decoder.config.delta_net is None:
+            return None
+        pool = get_attn_backend().req_to_token_pool.mamba_pool
+        (inputs,) = pool.mamba_cache.conv
+        return EngineStates(self.decoder.config, pool.mamba_cache.temporal, inputs)
+
+
+class BitnetOpsHybridForCausalLM(BitnetOpsForCausalLM):
+    """The same under a name of its own, by which SGLang keeps states for it."""
+
+    def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
+        super().__init__(config, quant_config, prefix)
+        pin_nothing()
+
+
+def _state_slots(indices: Tensor | None) -> Tensor | None:
+    """Where SGLang's numbers of slots lie in its pool, unless there are none."""
+    if indices is None:
+        return None
+    return get_attn_backend().req_to_token_pool.translate_mamba_indices(indices)
+
+
+def _tracks(fb: Any) -> list[Track]:
+    """The states that a forward is to keep beside those of its requests.
+
+    Of a decoding step behind its token; of a prompt behind its last whole chunk, or where another
+    prompt has parted from it.
+    """
+    slots = _state_slots(fb.mamba_track_indices)
+    if slots is None or fb.mamba_track_mask is None:
+        return []
+    lengths = fb.seq_lens
+    if not fb.forward_mode.is_decode():
+        if (aligned := fb.mamba_track_aligned_lens()) is None:
+            return []
+        lengths = fb.extend_prefix_lens + aligned
+    wanted = zip(fb.mamba_track_mask.tolist(), lengths.tolist(), slots.tolist(), strict=True)
+    return [
+        Track(i, length, slot)
+        for i, (asked, length, slot) in enumerate(wanted)
+        if asked and slot >= 0  # below 0: the request has left since it was asked
+    ]
 
 
 def _batch(input_ids: Tensor, positions: Tensor, fb: Any, *, all_rows: bool) -> StepBatch:
     """SGLang's forward as a StepBatch over slots: blocks of one position."""
     mode, lengths = fb.forward_mode, fb.seq_lens
-    table = get_attn_backend().req_to_token_pool.req_to_token
+    requests = get_attn_backend().req_to_token_pool
+    table = requests.req_to_token
     longest = int(lengths.max())
     slots = table[:, :longest].index_select(0, fb.req_pool_indices)
     starts = torch.arange(len(lengths) + 1)
@@ -129,7 +184,10 @@ def _batch(input_ids: Tensor, positions: Tensor, fb: Any, *, all_rows: bool) -> 
             )
         starts = paged.query_starts(fb.extend_seq_lens)
     where = input_ids, positions, fb.out_cache_loc
-    return paged.batch_of(*where, starts, lengths, slots, all_rows=all_rows)
+    states = None
+    if hasattr(requests, "get_mamba_indices"):
+        states = _state_slots(requests.get_mamba_indices(fb.req_pool_indices))
+    return paged.batch_of(*where, starts, lengths, slots, all_rows=all_rows, state_slots=states)
 
 
-EntryClass = BitnetOpsForCausalLM
+EntryClass = [BitnetOpsForCausalLM, BitnetOpsHybridForCausalLM]

@@ -1,8 +1,8 @@
 """Import-only stand-in for sgl_kernel, whose wheels hold CUDA libraries only.
 
 SGLang imports a handful of names on its way to a CPU engine and calls none. Each is a function
-that raises when it is called. No torch.ops.sgl_kernel.* is defined, so SGLang sees no AMX support
-and uses torch's own kernels throughout.
+that raises when it is called. None of the operators by which SGLang knows its kernels for AMX is
+there, so it uses torch's own throughout.
 """
 
 
