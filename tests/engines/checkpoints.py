@@ -3,6 +3,7 @@
 checkpoints.py pack SOURCE FOLDER           the demo model as a packed "offline" autobitlinear
 checkpoints.py kinds FOLDER TOKENS KV_DTYPE tiny checkpoints and our own engine's tokens
 checkpoints.py folder MODEL FOLDER HEAD     what SGLang's launcher makes of a converted model
+checkpoints.py hybrids FOLDER NAME...       tiny hybrids, converted, as NAME-bin
 """
 
 from __future__ import annotations
@@ -106,5 +107,20 @@ def folder(model, destination, head):
     write_folder(resolve(model).file, Path(destination), head)
 
 
+def hybrids(folder, *names):
+    import hf_writer
+    import hybrids
+    from bitnet_ops.convert import convert
+
+    folder = Path(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for name in names:
+        made = hybrids.make(name)
+        hybrids.write_mlx(folder / name, made)
+        hf_writer.write_tokenizer(folder / name, made.sizes.vocab)
+        convert(folder / name, folder / f"{name}-bin")
+
+
 if __name__ == "__main__":
-    {"pack": pack, "kinds": kinds, "folder": folder}[sys.argv[1]](*sys.argv[2:])
+    {"pack": pack, "kinds": kinds, "folder": folder, "hybrids": hybrids}[sys.argv[1]](*sys.argv[2:])

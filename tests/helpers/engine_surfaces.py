@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -249,6 +250,23 @@ class MambaBase(AttentionLayerBase):
         self.kv_cache = tuple(states)
 
 
+class CPUModelRunner:
+    """Of vLLM's what seeds need: a token is drawn behind every chunk, and some are forgotten."""
+
+    def __init__(self, generators, discarded):
+        mask = np.array(discarded)
+        self.discard_request_mask = types.SimpleNamespace(np=np.append(mask, True))
+        self.input_batch = types.SimpleNamespace(generators=generators, num_reqs=len(mask))
+
+    def _sample(self):
+        return [float(torch.rand(1, generator=g)) for g in self.input_batch.generators.values()]
+
+    def _bookkeeping_sync(self):
+        for row in np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]:
+            if (one := self.input_batch.generators.get(int(row))) is not None:
+                one.set_offset(one.get_offset() - 4)
+
+
 def mamba_get_block_table_tensor(block_table, seq_lens, kv_cache_spec, mamba_cache_mode):
     if mamba_cache_mode == "none":
         return block_table
@@ -304,6 +322,9 @@ def vllm():
         "vllm.v1.kv_cache_interface": _named(FullAttentionSpec, KVCacheLayout, MambaSpec),
         f"{layers}.mamba.abstract": _named(MambaBase),
         f"{layers}.mamba.mamba_utils": {"get_temporal_copy_spec": lambda *where: where},
+        "vllm.v1.worker.cpu_model_runner": {
+            "CPUModelRunner": type("CPUModelRunner", (CPUModelRunner,), {})
+        },
         "vllm.v1.attention.backends.registry": _named(MambaAttentionBackendEnum),
         "vllm.v1.attention.backends.utils": {
             "mamba_get_block_table_tensor": mamba_get_block_table_tensor

@@ -201,6 +201,26 @@ def test_drafts_are_refused_by_name(surface, served):
         make(surface, config)
 
 
+def generators(seeds):
+    return {row: torch.Generator().manual_seed(seed) for row, seed in seeds.items()}
+
+
+def test_a_seed_gives_the_same_tokens_whatever_is_forgotten(surface, served):
+    runner_class = surface["vllm.v1.worker.cpu_model_runner"].CPUModelRunner
+    broken = runner_class(generators({1: 5}), [False, True])
+    with pytest.raises(RuntimeError, match="CPU Generator does not use offset"):
+        broken._bookkeeping_sync()  # vLLM's own
+    for _ in range(2):  # a second model in the process changes nothing
+        make(surface, vllm_config(served[1]))
+    runner = runner_class(generators({1: 5, 2: 6}), [True, True, False])
+    first, second = runner._sample()
+    runner._bookkeeping_sync()
+    assert [*runner.input_batch.generators] == [2, 1]  # all are there still
+    found = {row: float(torch.rand(1, generator=g))
+             for row, g in runner.input_batch.generators.items()}  # fmt: skip
+    assert found[1] == first and found[2] != second
+
+
 def test_images_have_no_place_in_the_folder(served):
     config = json.loads((served[1] / "config.json").read_text())
     assert config["architectures"] == ["BitnetOpsHybridForCausalLM"]

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.forward_context import get_forward_context
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.integrations.checkpoint import CheckpointError
 from bitnet_ops.integrations.vllm.kv_layer import KVLayer
+from bitnet_ops.integrations.vllm.seeds import wind_back_by_state
 from bitnet_ops.models.decoder import Decoder
 from bitnet_ops.models.step_batch import StepBatch
 from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT, check_head_format
@@ -58,6 +60,7 @@ class WholeDecoder(nn.Module):
         check_head_format(self.head_format)
         self.kv = KVLayer(config, vllm_config, "model.layers.0.kv")
         self.decoder: Decoder | None = None
+        wind_back_by_state(CPUModelRunner)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Embedded tokens f32 [tokens, hidden]."""
