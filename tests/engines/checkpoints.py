@@ -3,7 +3,8 @@
 checkpoints.py pack SOURCE FOLDER           the demo model as a packed "offline" autobitlinear
 checkpoints.py kinds FOLDER TOKENS KV_DTYPE tiny checkpoints and our own engine's tokens
 checkpoints.py folder MODEL FOLDER HEAD     what SGLang's launcher makes of a converted model
-checkpoints.py hybrids FOLDER NAME...       tiny hybrids, converted, as NAME-bin
+checkpoints.py hybrid FOLDER CASE           a tiny hybrid as published, CASE-hf, and converted
+checkpoints.py answers MODEL RESULT PROMPTS TOKENS    our own engine's greedy tokens of lists of ids
 """
 
 from __future__ import annotations
@@ -87,6 +88,37 @@ def kinds(folder, count, kv_dtype, *names):
         (folder / f"{name}.json").write_text(json.dumps({"cases": found}))
 
 
+def hybrid(folder, case):
+    """Unrotated ones as safetensors, rotated ones as an MLX package; of "rotated" a GGUF file."""
+    import gguf_models
+    import hf_writer
+    import hybrids
+    from bitnet_ops.convert import convert
+
+    folder, made = Path(folder), hybrids.make(case)
+    folder.mkdir(exist_ok=True)
+    for name in (f"{case}-hf", f"{case}-bin", f"{case}-gguf"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    write = hybrids.write_mlx if made.sizes.block else hybrids.write_unpacked
+    write(folder / f"{case}-hf", made)
+    hf_writer.write_tokenizer(folder / f"{case}-hf", made.sizes.vocab)
+    convert(folder / f"{case}-hf", folder / f"{case}-bin")
+    if case == "rotated":
+        tokenizer = gguf_models.byte_tokenizer(made.sizes.vocab)
+        hybrids.write_gguf(folder / f"{case}-gguf", made, more=tokenizer)
+
+
+def answers(model, result, prompts, count):
+    import torch
+
+    import bitnet_ops
+
+    lm = bitnet_ops.load(model, head_format="stored", kv_dtype=torch.bfloat16)
+    options = {"max_new_tokens": int(count), "ignore_eos": True}
+    made = lm.generate_batch(json.loads(prompts), **options)
+    Path(result).write_text(json.dumps([list(one.token_ids) for one in made]))
+
+
 def cases(model, count):
     done = model.generate_batch(CANDIDATES, max_new_tokens=count, ignore_eos=True, logprobs=2)
     found = []
@@ -107,20 +139,6 @@ def folder(model, destination, head):
     write_folder(resolve(model).file, Path(destination), head)
 
 
-def hybrids(folder, *names):
-    import hf_writer
-    import hybrids
-    from bitnet_ops.convert import convert
-
-    folder = Path(folder)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    for name in names:
-        made = hybrids.make(name)
-        hybrids.write_mlx(folder / name, made)
-        hf_writer.write_tokenizer(folder / name, made.sizes.vocab)
-        convert(folder / name, folder / f"{name}-bin")
-
-
 if __name__ == "__main__":
-    {"pack": pack, "kinds": kinds, "folder": folder, "hybrids": hybrids}[sys.argv[1]](*sys.argv[2:])
+    made = {"pack": pack, "kinds": kinds, "folder": folder, "hybrid": hybrid, "answers": answers}
+    made[sys.argv[1]](*sys.argv[2:])

@@ -20,7 +20,7 @@ from engines import chosen
 
 pytestmark = [pytest.mark.hybrids, pytest.mark.of("vllm")]
 SHARED = (1, 63, 64, 65, 300)
-# of the demo of a hybrid: name -> (of vLLM, what is run besides)
+# the kind of hybrid: options of vLLM
 PLANS = {
     "plain": {"max_num_batched_tokens": 16, "long_prefill_token_threshold": 16},
     "plain-tied": {"max_num_batched_tokens": 64, "enable_prefix_caching": False},
@@ -33,7 +33,8 @@ PLANS = {
 def hybrids(work):
     """The folder of converted hybrids of every kind."""
     folder = work / "hybrids"
-    claims_serving.script(work, "checkpoints.py", "hybrids", "hybrids", folder, *PLANS)
+    for name in PLANS:
+        claims_serving.script(work, "checkpoints.py", f"hybrid-{name}", "hybrid", folder, name)
     return folder
 
 

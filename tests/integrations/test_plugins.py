@@ -137,7 +137,7 @@ def test_sglang_learns_of_hybrids_and_of_their_states(monkeypatch):
     from bitnet_ops.integrations.sglang import hybrid, serving
 
     (spec,) = modules["sglang.srt.configs.linear_attn_model_registry"].SPECS
-    assert spec.arch_names == [serving.HYBRID] and spec.support_mamba_cache_extra_buffer
+    assert spec.arch_names == [sglang.HYBRID] and spec.support_mamba_cache_extra_buffer
     made = hybrids.text_config(hybrids.make("plain"))
     ours = {"model_type": serving.MODEL_TYPE, serving._SOURCE_TYPE: made["model_type"]}
     config = spec.config_class(**{**made, **ours})

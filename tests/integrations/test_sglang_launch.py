@@ -276,7 +276,7 @@ def hybrid_file(tmp_path_factory):
 def test_a_hybrids_folder_says_which_layers_keep_states(hybrid_file, tmp_path):
     folder = serving.write_folder(hybrid_file, tmp_path)
     config = json.loads((folder / "config.json").read_text())
-    assert config["architectures"] == [serving.HYBRID]
+    assert config["architectures"] == [plugin.HYBRID]
     assert config["model_type"] == serving.MODEL_TYPE
     assert config["full_attention_layer_ids"] == [3, 7]
     made = serving.model_of(config)
@@ -339,6 +339,15 @@ def test_drafts_are_another_servers(installed, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert "no speculative decoding of a converted model, got --speculative-algorithm" in line
     assert "bitnet-ops serve" in line
+
+
+def test_copies_of_a_model_share_the_processors(installed, monkeypatch, capsys):
+    monkeypatch.setattr(launch.machine, "affinity", lambda: {0, 1, 2, 3})
+    monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND", raising=False)
+    assert main(["sglang", str(DEMO_DIR), "--print", "--", "--dp", "2"]) == 0
+    assert "SGLANG_CPU_OMP_THREADS_BIND=0,1|2,3" in capsys.readouterr().out.splitlines()
+    assert main(["sglang", str(DEMO_DIR), "--print", "--", "--data-parallel-size", "0"]) == 1
+    assert "expected --dp of at least 1, got 0" in capsys.readouterr().err
 
 
 def test_ranks_are_the_last_ones_named():

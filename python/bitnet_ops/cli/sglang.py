@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
             launch.check_drafts(args.passed_on)
             file = resolve(args.model).file
             folder = serving.write_folder(file, Path(temporary), args.head_format)
+        ranks *= launch.copies(args.passed_on)
         env = launch.environment(os.environ, launch.architectures(folder), ranks)
         if args.threads:  # of each rank
             env["OMP_NUM_THREADS"] = str(args.threads)

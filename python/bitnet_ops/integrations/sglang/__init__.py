@@ -22,6 +22,8 @@ PLATFORM_CHECK = "_platform_supports_mamba_cache_extra_buffer"
 ATTENTION_VARIABLE = "BITNET_OPS_SGLANG_ATTENTION"  # 1: our attention as torch_native
 _TABLES = "QUANTIZATION_METHODS", "CPU_QUANTIZATION_METHODS"  # the second where SGLang sees AMX
 _QUANTIZATION = "sglang.srt.layers.quantization"
+_HYBRIDS = "sglang.srt.configs.linear_attn_model_registry"
+HYBRID = "BitnetOpsHybridForCausalLM"  # the class of converted hybrids
 
 
 def _allows(listed: str | None) -> bool:
@@ -139,10 +141,14 @@ def doctor() -> dict[str, Any]:
 def _registered() -> dict[str, Any]:
     quantization = importlib.import_module(_QUANTIZATION)
     tables = {name: getattr(quantization, name) for name in _TABLES}
+    hybrids = importlib.import_module(_HYBRIDS)
     return {
         "registered": {
-            name: METHOD in table or METHOD in getattr(table, "specs", ())
-            for name, table in tables.items()
+            **{
+                name: METHOD in table or METHOD in getattr(table, "specs", ())
+                for name, table in tables.items()
+            },
+            "linear_attn_model_registry": hybrids.get_linear_attn_spec_by_arch(HYBRID) is not None,
         },
         "model_package": os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE"),
     }

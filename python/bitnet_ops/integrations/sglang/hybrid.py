@@ -20,8 +20,8 @@ from sglang.srt.configs import linear_attn_model_registry as hybrids
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
 from transformers import AutoConfig, PretrainedConfig
 
-from bitnet_ops.integrations.sglang import PLATFORM_CHECK
-from bitnet_ops.integrations.sglang.serving import HYBRID, MODEL_TYPE, model_of
+from bitnet_ops.integrations.sglang import HYBRID, PLATFORM_CHECK
+from bitnet_ops.integrations.sglang.serving import MODEL_TYPE, model_of
 
 
 class BitnetHybridConfig(PretrainedConfig):

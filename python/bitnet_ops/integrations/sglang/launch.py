@@ -103,14 +103,23 @@ def ranks(options: Sequence[str]) -> int:
 
     Raises LaunchError where they ask for none.
     """
+    return _count(options, "--tp", "--tp-size", "--tensor-parallel-size")
+
+
+def copies(options: Sequence[str]) -> int:
+    """How many copies of the model, each with ranks of its own, they ask for; else as `ranks`."""
+    return _count(options, "--dp", "--dp-size", "--data-parallel-size")
+
+
+def _count(options: Sequence[str], *names: str) -> int:
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    parser.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=1)
+    parser.add_argument(*names, type=int, default=1, dest="count")
     try:
-        found: int = parser.parse_known_args(list(options))[0].tp_size
+        found: int = parser.parse_known_args(list(options))[0].count
     except argparse.ArgumentError:
         return 1
     if found < 1:
-        raise LaunchError(f"sglang: expected --tp of at least 1, got {found}")
+        raise LaunchError(f"sglang: expected {names[0]} of at least 1, got {found}")
     return found
 
 

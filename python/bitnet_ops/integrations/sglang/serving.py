@@ -17,10 +17,11 @@ from typing import Any
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.formats import sglbitnt
+from bitnet_ops.integrations.sglang import HYBRID
 from bitnet_ops.loading.model_contents import completed_config, model_config
 from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT
 
-ARCHITECTURE, HYBRID = "BitnetOpsForCausalLM", "BitnetOpsHybridForCausalLM"
+ARCHITECTURE = "BitnetOpsForCausalLM"
 _FILE, _HEAD = "bitnet_ops_model", "bitnet_ops_head"
 # model_type in a hybrid's config.json, beside which stands that of the model file
 MODEL_TYPE, _SOURCE_TYPE = "bitnet_ops_hybrid", "bitnet_ops_model_type"
