@@ -105,7 +105,8 @@ def hybrid(folder, case):
     convert(folder / f"{case}-hf", folder / f"{case}-bin")
     if case == "rotated":
         tokenizer = gguf_models.byte_tokenizer(made.sizes.vocab)
-        hybrids.write_gguf(folder / f"{case}-gguf", made, more=tokenizer)
+        own = {"more": tokenizer, "tokenizer__ggml__eos_token_id": None}
+        hybrids.write_gguf(folder / f"{case}-gguf", made, **own)
 
 
 def answers(model, result, prompts, count):

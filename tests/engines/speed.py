@@ -210,6 +210,7 @@ def main():
         run_logged([sys.executable, HERE / name, *words], work / f"{log}.log", 3000, env)
 
     rows = rows or [*ROWS[engine]]
+    models.mkdir(parents=True, exist_ok=True)
     if rows != ["hybrid"] and not (models / "llama" / "config.json").exists():
         script("dims.py", "dims", models, layers, vocabulary)
     found = {}

@@ -333,6 +333,17 @@ def test_a_hybrid_is_no_checkpoint_for_sglangs_own_code(installed, tmp_path, cap
     assert "Leave out --per-layer" in line and "--dp 2" in line
 
 
+@pytest.mark.parametrize(
+    ("name", "parts"), [("tiny-images", "tower for pictures"), ("tiny-draft", "draft head")]
+)
+def test_what_sglang_leaves_alone_is_said(installed, tmp_path, capsys, name, parts):
+    assert main(["dummy", name, str(tmp_path / name)]) == 0
+    capsys.readouterr()
+    assert main(["sglang", str(tmp_path / name), "--print"]) == 0
+    err = capsys.readouterr().err
+    assert f"the model's {parts} stays unused; bitnet-ops serve uses it" in err
+
+
 def test_drafts_are_another_servers(installed, capsys):
     words = ["sglang", str(DEMO_DIR), "--print", "--", "--speculative-algorithm", "NGRAM"]
     assert main(words) == 1

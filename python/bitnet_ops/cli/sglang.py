@@ -75,6 +75,11 @@ def run(args: argparse.Namespace) -> int:
             launch.check_drafts(args.passed_on)
             file = resolve(args.model).file
             folder = serving.write_folder(file, Path(temporary), args.head_format)
+            if parts := serving.left_alone(file):
+                say(
+                    f"SGLang serves texts by the decoder alone: the model's {' and '.join(parts)} "
+                    "stays unused; bitnet-ops serve uses it"
+                )
         ranks *= launch.copies(args.passed_on)
         env = launch.environment(os.environ, launch.architectures(folder), ranks)
         if args.threads:  # of each rank

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from bitnet_ops.config import ModelConfig
+from bitnet_ops.config.draft import draft_config
 from bitnet_ops.errors import BitNetError
 from bitnet_ops.formats import sglbitnt
 from bitnet_ops.integrations.sglang import HYBRID
 from bitnet_ops.loading.model_contents import completed_config, model_config
 from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT
+from bitnet_ops.vision.weights import vision_config
 
 ARCHITECTURE = "BitnetOpsForCausalLM"
 _FILE, _HEAD = "bitnet_ops_model", "bitnet_ops_head"
@@ -79,6 +81,13 @@ def _of_hybrid(config: Mapping[str, Any], about: ModelConfig) -> dict[str, Any]:
         "head_dim": about.head_dim,
         "num_key_value_heads": about.num_key_value_heads,
     }
+
+
+def left_alone(file: Path) -> list[str]:
+    """What the model file has that SGLang does not serve, in words."""
+    config = sglbitnt.Reader(file, check_codes=False).config
+    has = {"tower for pictures": vision_config(config), "draft head": draft_config(config)}
+    return [words for words, found in has.items() if found is not None]
 
 
 def model_of(config: Mapping[str, Any]) -> ModelConfig:
