@@ -22,6 +22,7 @@ MODELS = {
     CONVERTED_CLASS: f"{_MODELS}.converted:ConvertedForCausalLM",
     HYBRID_CLASS: f"{_MODELS}.converted:HybridForCausalLM",
 }
+_REGISTRY = "vllm.model_executor.models"
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ def _put_model() -> None:
     runs with our linear method; who wants ours names MODEL_CLASS by --hf-overrides. The folder of a
     converted model names its class itself.
     """
-    registry = importlib.import_module("vllm.model_executor.models").ModelRegistry
+    registry = importlib.import_module(_REGISTRY).ModelRegistry
     for name, model in MODELS.items():
         if name not in registry.get_supported_archs():
             registry.register_model(name, model)
@@ -105,4 +106,6 @@ def doctor() -> dict[str, Any]:
 
 def _registered() -> dict[str, Any]:
     methods = importlib.import_module(_QUANTIZATION).QUANTIZATION_METHODS
-    return {"registered": {"QUANTIZATION_METHODS": METHOD in methods}, "amx": request_amx()}
+    known = importlib.import_module(_REGISTRY).ModelRegistry.get_supported_archs()
+    registered = {"QUANTIZATION_METHODS": METHOD in methods, "ModelRegistry": HYBRID_CLASS in known}
+    return {"registered": registered, "amx": request_amx()}
