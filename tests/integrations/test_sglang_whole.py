@@ -78,7 +78,7 @@ class Sglang:
             f"{prefix}.runtime_context": {"get_parallel": lambda: self.parallel},
         }
 
-    def forward(self, model, new, *, decode=False, tracks=None, logprob=False):
+    def forward(self, model, new, *, decode=False, tracks=None, logprob=False, sampling=None):
         """new: of each request (row, slot, its ids, where it begins); tracks: of each None or
         (SGLang's number of positions, slot).
         """
@@ -102,6 +102,7 @@ class Sglang:
                 [self.requests.req_to_token[row, w] for row, w in zip(rows, where, strict=True)]
             ),
             return_logprob=logprob,
+            sampling_info=sampling,
             capture_hidden_mode=types.SimpleNamespace(need_capture=lambda: False),
             mamba_track_mask=torch.tensor([t is not None for t in asked]) if tracks else None,
             mamba_track_indices=torch.tensor([-1 if t is None else t[1] for t in asked])
@@ -159,6 +160,41 @@ def test_chunks_of_prompts_and_tokens_of_several_requests(engine, model, decoder
     assert torch.equal(rows, torch.stack([truth[1][8], truth[0][79]]))
     rows = engine.forward(model, [(3, 4, a, 0)], logprob=True)
     assert torch.equal(rows, truth[0])
+
+
+GREEDY = {"is_all_greedy": True, "grammars": [None], "penalizer_orchestrator": None}
+
+
+@pytest.mark.parametrize(
+    ("change", "all_wanted"),
+    [
+        ({}, False),
+        ({"has_custom_logit_processor": False, "logit_bias": None}, False),
+        ({"is_all_greedy": False}, True),
+        ({"grammars": [None, "JSON"]}, True),
+        ({"penalizer_orchestrator": types.SimpleNamespace(is_required=True)}, True),
+        ({"penalizer_orchestrator": types.SimpleNamespace(is_required=False)}, False),
+        ({"logit_bias": torch.zeros(1)}, True),
+        ({"has_custom_logit_processor": True}, True),
+        ({"acc_scaling_penalties": torch.ones(1)}, True),
+        ({"return_sampling_masks": [False]}, False),
+        ({"return_sampling_masks": [False, True]}, True),
+    ],
+)
+def test_only_the_largest_logit_where_nothing_else_is_asked_of_them(
+    engine, model, decoder, change, all_wanted
+):
+    text, asked = ids_of(9, 30), []
+    model._head.decoder = types.SimpleNamespace(
+        config=decoder.config,
+        step=lambda batch, pool: asked.append(batch) or decoder.step(batch, pool),
+    )
+    sampling = types.SimpleNamespace(**{**GREEDY, **change})
+    rows = engine.forward(model, [(1, 1, text, 0)], sampling=sampling)
+    truth = alone(decoder, text)[-1]
+    assert asked[0].largest == (0 if all_wanted else 1)
+    assert rows[0].argmax() == truth.argmax() and rows[0].max() == truth.max()
+    assert not all_wanted or torch.equal(rows[0], truth)
 
 
 @pytest.mark.parametrize("asked", [150, 129, 128, 65])

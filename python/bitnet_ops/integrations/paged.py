@@ -94,10 +94,11 @@ def batch_of(
     *,
     all_rows: bool = False,
     state_slots: Tensor | None = None,
+    largest: int = 0,
 ) -> StepBatch:
     """New tokens of sequences, which begin at `starts`; logits of the last one each, or of all.
 
-    state_slots: of a hybrid, the slot of each sequence's states.
+    state_slots: of a hybrid, the slot of each sequence's states. largest: as of StepBatch.
     """
     return StepBatch(
         token_ids=token_ids,
@@ -108,4 +109,5 @@ def batch_of(
         block_table=block_table,
         logit_rows=torch.arange(len(token_ids)) if all_rows else starts[1:] - 1,
         state_steps=None if state_slots is None else state_steps(state_slots),
+        largest=largest,
     )

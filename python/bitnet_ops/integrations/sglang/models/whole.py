@@ -168,6 +168,27 @@ def _tracks(fb: Any) -> list[Track]:
     ]
 
 
+# of SGLang's sampling_info: what it does to logits, or reads of them, beside taking the largest
+_OTHER_USES = (
+    *("logit_bias", "grammar_mask", "has_custom_logit_processor", "watermark_enabled"),
+    *("acc_additive_penalties", "acc_scaling_penalties", "return_sampling_masks"),
+)
+
+
+def _takes_largest(info: Any, return_logprob: bool) -> bool:
+    """Whether nothing but each row's largest logit is wanted, which spares most of a large head."""
+    if info is None or not info.is_all_greedy or return_logprob:
+        return False
+    penalties = info.penalizer_orchestrator
+    if penalties is not None and penalties.is_required:
+        return False
+    if any(grammar is not None for grammar in info.grammars or ()):
+        return False
+    values = (getattr(info, name, None) for name in _OTHER_USES)
+    nothing = (v is None or v is False or (isinstance(v, list) and not any(v)) for v in values)
+    return all(nothing)
+
+
 def _batch(input_ids: Tensor, positions: Tensor, fb: Any, *, all_rows: bool) -> StepBatch:
     """SGLang's forward as a StepBatch over slots: blocks of one position."""
     mode, lengths = fb.forward_mode, fb.seq_lens
@@ -187,7 +208,15 @@ def _batch(input_ids: Tensor, positions: Tensor, fb: Any, *, all_rows: bool) -> 
     states = None
     if hasattr(requests, "get_mamba_indices"):
         states = _state_slots(requests.get_mamba_indices(fb.req_pool_indices))
-    return paged.batch_of(*where, starts, lengths, slots, all_rows=all_rows, state_slots=states)
+    return paged.batch_of(
+        *where,
+        starts,
+        lengths,
+        slots,
+        all_rows=all_rows,
+        state_slots=states,
+        largest=0 if all_rows else int(_takes_largest(fb.sampling_info, fb.return_logprob)),
+    )
 
 
 EntryClass = [BitnetOpsForCausalLM, BitnetOpsHybridForCausalLM]
