@@ -49,14 +49,6 @@ DType cache_type_of(const Tensor& cache) {
   }
 }
 
-// Do the two touch a common byte, whatever their strides?
-bool overlap(const Tensor& a, const Tensor& b) {
-  if (a.numel() == 0 || b.numel() == 0) return false;
-  const auto [a_begin, a_end] = span_of(a);
-  const auto [b_begin, b_end] = span_of(b);
-  return a_begin < b_end && b_begin < a_end;
-}
-
 // False where there is none, as there should be.
 bool check_scale_given(const Check& check, const Tensor& cache, const std::optional<Tensor>& scale,
                        const char* argument) {
@@ -134,6 +126,18 @@ engine::PoolView view_of(const Tensor& t, const CacheDims& dims, int64_t layer) 
 }
 
 }  // namespace
+
+bool overlap(const Tensor& a, const Tensor& b) {
+  if (a.numel() == 0 || b.numel() == 0) return false;
+  const auto [a_begin, a_end] = span_of(a);
+  const auto [b_begin, b_end] = span_of(b);
+  return a_begin < b_end && b_begin < a_end;
+}
+
+int64_t part_bytes(const Tensor& t, int64_t d) {
+  const auto [begin, end] = span_of(t);
+  return end - begin - (t.size(d) - 1) * t.stride(d) * static_cast<int64_t>(t.element_size());
+}
 
 void check_rows(const Check& check, const Tensor& t, const char* argument) {
   if (t.numel() != 0 && !disjoint(extents_of(t)))

@@ -22,6 +22,10 @@ inline constexpr CacheDims kPaged{0, 1, 2}, kPagedLayers{1, 2, 3, 0};
 
 // Any strides, as long as no two elements share a byte.
 void check_rows(const Check& check, const Tensor& t, const char* argument);
+// Whether two tensors touch a common byte, as far as the first and the last byte of each tell.
+bool overlap(const Tensor& a, const Tensor& b);
+// Bytes from the first to the last of what lies at one place of dimension d.
+int64_t part_bytes(const Tensor& t, int64_t d);
 // A pool of blocks that is read, and maybe written, where it lies: any strides of all dimensions
 // but the last, as long as no two rows share a byte. key_ and value_ are of one dtype and shape;
 // their rows may alternate in one block of memory, as some engines keep them.

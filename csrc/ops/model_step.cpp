@@ -108,7 +108,8 @@ Tensor step(const Check& check, const ProgramInUse& in_use, const Tensor& x_in,
   Mutated mutated(caches.keys, caches.values, caches.key_scale, caches.value_scale, "key_pool",
                   "value_pool");
   if (caches.bounds) mutated.add(*caches.bounds, "key_bounds");
-  if (states) states->add_to(check, mutated);
+  if (states && states->add_beside(check, caches.keys, caches.values, mutated))
+    request.check_pages(check, caches.keys.size(kPagedLayers.position));
   mutated.keep_apart(check, x, "x");
   given.keep_apart(check, mutated);
   bound.keep_apart(check, mutated);

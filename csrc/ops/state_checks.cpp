@@ -52,11 +52,62 @@ StatePool::StatePool(const Check& check, std::vector<engine::KeptBuffer> buffers
   }
 }
 
-void StatePool::add_to(const Check& check, Mutated& mutated) const {
+// Buffers of a slot may alternate with others, as long as they are not the same bytes of it.
+void StatePool::check_apart(const Check& check) const {
   for (size_t i = 0; i < tensors_.size(); ++i) {
-    mutated.keep_apart(check, *tensors_[i], names_[i].c_str());
-    mutated.add(*tensors_[i], names_[i].c_str());
+    for (size_t j = 0; j < i; ++j) {
+      const Tensor *a = tensors_[j], *b = tensors_[i];
+      if (!overlap(*a, *b)) continue;
+      auto between = static_cast<const char*>(b->const_data_ptr()) -
+                     static_cast<const char*>(a->const_data_ptr());
+      if (between < 0) std::swap(a, b);
+      const int64_t slot = a->stride(0) * static_cast<int64_t>(sizeof(float));
+      between = std::abs(between);
+      if (a->stride(0) != b->stride(0) || between < part_bytes(*a, 0) ||
+          between + part_bytes(*b, 0) > slot)
+        check.fail(names_[i].c_str(), "in its own memory",
+                   "memory shared with " + names_[j] + "; pass a copy (clone)");
+    }
   }
+}
+
+void StatePool::add_to(const Check& check, Mutated& mutated) const {
+  check_apart(check);
+  for (size_t i = 0; i < tensors_.size(); ++i)
+    mutated.keep_apart(check, *tensors_[i], names_[i].c_str());
+  for (size_t i = 0; i < tensors_.size(); ++i) mutated.add(*tensors_[i], names_[i].c_str());
+}
+
+bool StatePool::add_beside(const Check& check, const Tensor& keys, const Tensor& values,
+                           Mutated& mutated) const {
+  const auto shared = std::ranges::find_if(
+      tensors_, [&](const Tensor* t) { return overlap(*t, keys) || overlap(*t, values); });
+  if (shared == tensors_.end()) {
+    add_to(check, mutated);
+    return false;
+  }
+  check_apart(check);
+  const auto data = [](const Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); };
+  const auto step = [](const Tensor& t, int64_t d) {
+    return t.stride(d) * static_cast<int64_t>(t.element_size());
+  };
+  const char* first = std::min(data(keys), data(values));
+  for (const Tensor* t : tensors_) {
+    if (t->numel() != 0) first = std::min(first, data(*t));
+  }
+  const int64_t page = step(keys, kPagedLayers.block);
+  const auto in_pages = [&](const Tensor& t, int64_t d) {
+    return t.numel() == 0 || (step(t, d) == page && data(t) - first + part_bytes(t, d) <= page);
+  };
+  const bool pages =
+      in_pages(keys, kPagedLayers.block) && in_pages(values, kPagedLayers.block) &&
+      std::ranges::all_of(tensors_, [&](const Tensor* t) { return in_pages(*t, 0); });
+  if (!pages)
+    check.fail(names_[static_cast<size_t>(shared - tensors_.begin())].c_str(),
+               "in its own memory, or slot n within block n of key_pool",
+               "memory shared otherwise; pass a copy (clone)");
+  for (size_t i = 0; i < tensors_.size(); ++i) mutated.add(*tensors_[i], names_[i].c_str());
+  return true;
 }
 
 void copy_state_steps(const Check& check, const Tensor& steps, const engine::Sequences& sequences,
@@ -89,6 +140,27 @@ void copy_state_steps(const Check& check, const Tensor& steps, const engine::Seq
   const auto twice = std::ranges::adjacent_find(slots);
   if (twice != slots.end())
     check.fail("state_steps", "with different slots", std::to_string(*twice) + " twice");
+}
+
+void check_pages(const Check& check, const std::vector<engine::StateStep>& steps,
+                 const engine::Sequences& sequences, const std::vector<int64_t>& cache_slots,
+                 int64_t block_size) {
+  std::vector<int64_t> slots;
+  for (const engine::StateStep& step : steps) slots.push_back(step.slot);
+  std::ranges::sort(slots);
+  const auto check_block = [&](int64_t block) {
+    if (std::ranges::binary_search(slots, block))
+      check.fail("state_steps", "with slots that hold no keys and values of this step",
+                 std::to_string(block) + ", a block of one of its sequences");
+  };
+  for (int64_t s = 0; s < sequences.count; ++s) {
+    const int64_t length = sequences.lengths[s];
+    const int64_t count = length / block_size + static_cast<int64_t>(length % block_size != 0);
+    for (int64_t i = 0; i < count; ++i) check_block(sequences.blocks(s)[i]);
+  }
+  for (const int64_t slot : cache_slots) {
+    if (slot >= 0) check_block(slot / block_size);
+  }
 }
 
 }  // namespace bitnet::ops

@@ -86,6 +86,10 @@ void StepRequest::set(const Check& check, const Named& step, const engine::Progr
     copy_state_steps(check, *state_steps, sequences_.view(), *states, state_steps_);
 }
 
+void StepRequest::check_pages(const Check& check, int64_t block_size) const {
+  ops::check_pages(check, state_steps_, sequences_.view(), slots_, block_size);
+}
+
 void StepRequest::fill(engine::Batch& batch) const {
   batch.positions = {positions_.data(),
                      has_axes_ ? static_cast<int64_t>(positions_.size()) / 3 : 0};

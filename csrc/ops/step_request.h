@@ -18,6 +18,8 @@ class StepRequest {
   // maybe adapters, state_steps (of a program with states) and draws. states: null without.
   void set(const Check& check, const Named& step, const engine::Program& program, int64_t tokens,
            int64_t blocks, int64_t block_size, const StatePool* states);
+  // That no state lies in a block of the step, where slots of states are blocks of the pool.
+  void check_pages(const Check& check, int64_t block_size) const;
   int64_t rows() const { return static_cast<int64_t>(logit_rows_.size()); }
   void fill(engine::Batch& batch) const;
 

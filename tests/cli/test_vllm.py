@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+import hf_writer
 import hybrids
 from bitnet_ops import machine
 from bitnet_ops.cli import main, vllm
-from bitnet_ops.config import UnsupportedModelError
+from bitnet_ops.integrations.vllm.serving import ServingError
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -57,14 +58,78 @@ def test_it_becomes_vllms_server_and_hands_on_what_it_does_not_know(executed):
     assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind" and "PATH" in env
 
 
-@pytest.mark.parametrize("nested", [True, False])
-def test_a_hybrid_is_refused_before_vllm_starts(monkeypatch, tmp_path, nested):
-    monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(vllm.os, "execve", None)
-    made = hybrids.make("plain")
-    config = hybrids.nested_config(made) if nested else hybrids.text_config(made)
-    with pytest.raises(UnsupportedModelError, match="vllm: .* layers all have attention, got qwen"):
-        vllm_main(folder(tmp_path, config))
+@pytest.fixture
+def started(executed, monkeypatch):
+    """What is started of a converted model, and what lies in its folder by then."""
+    calls = []
+
+    def run_until_it_ends(words, env):
+        folder = Path(words[words.index("--model") + 1])
+        config = json.loads((folder / "config.json").read_text())
+        calls.append((words, env, config, sorted(file.name for file in folder.iterdir())))
+        return 7
+
+    monkeypatch.setattr(vllm, "run_until_it_ends", run_until_it_ends)
+
+    def run(*argv):
+        assert vllm_main(*argv) == 7
+        return calls.pop()
+
+    return run
+
+
+@pytest.fixture
+def hybrid(tmp_path, monkeypatch):
+    """A checkpoint folder of a hybrid, and a cache for what it is converted to."""
+    monkeypatch.setenv("BITNET_OPS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "tiny"
+    made = hybrids.make("rotated", layers=4)
+    hybrids.write_mlx(folder, made, tower=hybrids.tower_sizes(made))
+    hf_writer.write_tokenizer(folder, made.sizes.vocab)
+    return folder
+
+
+def after(words, option):
+    return words[words.index(option) + 1]
+
+
+def test_a_hybrid_is_converted_and_served_from_a_folder(started, hybrid, capsys):
+    words, env, config, files = started(str(hybrid), "--port", "5")
+    assert words[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert words[-2:] == ["--port", "5"]
+    assert config["architectures"] == ["BitnetOpsHybridForCausalLM"]
+    assert {"config.json", "model.bin", "tokenizer.json"} <= {*files}
+    said = {
+        "--host": "127.0.0.1",
+        "--dtype": "float32",
+        "--kv-cache-dtype": "bfloat16",
+        "--prefix-match-unit": "64",
+        "--served-model-name": "tiny",
+        "--max-model-len": "-1",
+    }
+    assert {option: after(words, option) for option in said} == said
+    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert "for pictures use bitnet-ops serve" in capsys.readouterr().err
+    assert not Path(after(words, "--model")).exists()  # it goes with the server
+    given = ["--dtype=bfloat16", "--block-size", "256", "--served-model-name", "x", "--host=::1"]
+    words, _, _, _ = started(str(hybrid), *given)
+    assert words[-len(given) :] == given
+    assert not {"--dtype", "--prefix-match-unit", "--host"} & {*words[: -len(given)]}
+    assert words.count("--served-model-name") == 1
+
+
+def test_a_converted_model_of_any_family_is_served(started, capsys):
+    demo = Path(hybrids.__file__).parents[2] / "python" / "bitnet_ops" / "data" / "demo"
+    for model in (demo, demo / "model.bin"):
+        words, _, config, _ = started(str(model))
+        assert config["architectures"] == ["BitnetOpsConvertedForCausalLM"]
+        assert "--prefix-match-unit" not in words and not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--speculative-config", "--speculative_config={}", "--spec-m"])
+def test_drafts_of_a_converted_model_are_refused_before_it_is_converted(started, hybrid, option):
+    with pytest.raises(ServingError, match=f"no speculative decoding .*, got {option}; .* serve"):
+        started(str(hybrid), option)
 
 
 @pytest.mark.parametrize("given", [["--host", "0.0.0.0"], ["--host=0.0.0.0"]])

@@ -2,7 +2,7 @@
 
 checkpoints.py pack SOURCE FOLDER           the demo model as a packed "offline" autobitlinear
 checkpoints.py kinds FOLDER TOKENS KV_DTYPE tiny checkpoints and our own engine's tokens
-checkpoints.py folder MODEL FOLDER HEAD     what SGLang's launcher makes of a converted model
+checkpoints.py folder MODEL FOLDER HEAD     what the engine's launcher makes of a converted model
 checkpoints.py hybrid FOLDER CASE           a tiny hybrid as published, CASE-hf, and converted
 checkpoints.py answers MODEL RESULT PROMPTS TOKENS    our own engine's greedy tokens of lists of ids
 """
@@ -10,7 +10,9 @@ checkpoints.py answers MODEL RESULT PROMPTS TOKENS    our own engine's greedy to
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -133,11 +135,14 @@ def cases(model, count):
 
 def folder(model, destination, head):
     from bitnet_ops.conversions import resolve
-    from bitnet_ops.integrations.sglang.serving import write_folder
 
+    engine = os.environ["BITNET_PROOF_ENGINE"]
+    serving = importlib.import_module(f"bitnet_ops.integrations.{engine}.serving")
     shutil.rmtree(destination, ignore_errors=True)
     Path(destination).mkdir()
-    write_folder(resolve(model).file, Path(destination), head)
+    # vLLM is told the format of the head by an option of its own
+    words = [head] if engine == "sglang" else []
+    serving.write_folder(resolve(model).file, Path(destination), *words)
 
 
 if __name__ == "__main__":

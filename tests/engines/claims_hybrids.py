@@ -50,7 +50,9 @@ RUNS = {
     "faults": ("rotated", {**ROOMY, **INSIDE}, ("faults",)),
 }  # fmt: skip
 # whether this SGLang can be brought to ask for states inside of prompts
-STATES_INSIDE = importlib.metadata.version("sglang") not in ("0.5.20", "0.5.21")
+STATES_INSIDE = ENGINE.name == "sglang" and (
+    importlib.metadata.version("sglang") not in ("0.5.20", "0.5.21")
+)
 
 
 @pytest.fixture(scope="session")

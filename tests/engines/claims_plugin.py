@@ -67,9 +67,14 @@ def test_the_flag_knows_the_method_once():
 
 def test_the_engine_resolves_our_model_classes(engine):
     if engine.name == "vllm":
-        registry = importlib.import_module("vllm.model_executor.models").ModelRegistry
-        known = registry.get_supported_archs()
-        assert {"BitNetForCausalLM", "BitnetOpsForCausalLM"} <= set(known)
+        models = importlib.import_module("vllm.model_executor.models")
+        known = models.ModelRegistry.get_supported_archs()
+        assert {*ours(engine).MODELS} <= set(known)
+        asks = importlib.import_module("vllm.model_executor.models.interfaces")
+        converted = ours(engine, ".converted")
+        for name in ("is_hybrid", "has_inner_state", "supports_mamba_prefix_caching"):
+            assert getattr(asks, name)(converted.HybridForCausalLM), name
+            assert not getattr(asks, name)(converted.ConvertedForCausalLM), name
         return
     registry = importlib.import_module("sglang.srt.models.registry").ModelRegistry
     for name in ("BitNetForCausalLM", "BitnetOpsForCausalLM"):

@@ -215,7 +215,7 @@ class VLLM:
     def environment(self, ranks: int) -> dict[str, str]:
         """As `bitnet-ops vllm` sets it: all cores, none of them spinning, on a shared machine."""
         threads = max(1, len(os.sched_getaffinity(0)) // ranks)
-        usual = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        usual = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "2"}
         return {**usual, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
 
     def open(self, checkpoint: str, **options) -> Any:

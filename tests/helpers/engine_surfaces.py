@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -219,6 +220,59 @@ class FullAttentionSpec:
     head_size: int
     dtype: torch.dtype
 
+    @property
+    def page_size_bytes(self):
+        return 2 * self.block_size * self.num_kv_heads * self.head_size * self.dtype.itemsize
+
+
+class MambaAttentionBackendEnum(enum.Enum):
+    GDN_ATTN = "gdn"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaSpec:
+    shapes: tuple
+    dtypes: tuple
+    block_size: int
+    page_size_padded: int | None = None
+    mamba_type: MambaAttentionBackendEnum
+    mamba_cache_mode: str = "none"
+
+
+class MambaBase(AttentionLayerBase):
+    def bind_kv_cache(self, kv_cache):
+        """As vLLM cuts a page: the states one behind the other."""
+        pages, begin, states = kv_cache.squeeze(dim=(1, 2)), 0, []
+        for shape, dtype in zip(self.get_state_shape(), self.get_state_dtype(), strict=True):
+            end = begin + torch.Size(shape).numel() * dtype.itemsize
+            states.append(pages[:, begin:end].view(dtype).view(-1, *shape))
+            begin = end
+        self.kv_cache = tuple(states)
+
+
+class CPUModelRunner:
+    """Of vLLM's what seeds need: a token is drawn behind every chunk, and some are forgotten."""
+
+    def __init__(self, generators, discarded):
+        mask = np.array(discarded)
+        self.discard_request_mask = types.SimpleNamespace(np=np.append(mask, True))
+        self.input_batch = types.SimpleNamespace(generators=generators, num_reqs=len(mask))
+
+    def _sample(self):
+        return [float(torch.rand(1, generator=g)) for g in self.input_batch.generators.values()]
+
+    def _bookkeeping_sync(self):
+        for row in np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]:
+            if (one := self.input_batch.generators.get(int(row))) is not None:
+                one.set_offset(one.get_offset() - 4)
+
+
+def mamba_get_block_table_tensor(block_table, seq_lens, kv_cache_spec, mamba_cache_mode):
+    if mamba_cache_mode == "none":
+        return block_table
+    columns = (seq_lens - 1) // kv_cache_spec.block_size
+    return torch.gather(block_table, 1, columns[:, None].long())
+
 
 class ForwardContext:
     """What get_forward_context returns; a test sets attn_metadata."""
@@ -265,7 +319,16 @@ def vllm():
         "vllm.forward_context": {"get_forward_context": lambda: ForwardContext},
         "vllm.utils.torch_utils": {"kv_cache_dtype_str_to_dtype": _kv_dtype},
         "vllm.v1.attention.backend": _named(AttentionBackend, AttentionMetadataBuilder),
-        "vllm.v1.kv_cache_interface": _named(FullAttentionSpec, KVCacheLayout),
+        "vllm.v1.kv_cache_interface": _named(FullAttentionSpec, KVCacheLayout, MambaSpec),
+        f"{layers}.mamba.abstract": _named(MambaBase),
+        f"{layers}.mamba.mamba_utils": {"get_temporal_copy_spec": lambda *where: where},
+        "vllm.v1.worker.cpu_model_runner": {
+            "CPUModelRunner": type("CPUModelRunner", (CPUModelRunner,), {})
+        },
+        "vllm.v1.attention.backends.registry": _named(MambaAttentionBackendEnum),
+        "vllm.v1.attention.backends.utils": {
+            "mamba_get_block_table_tensor": mamba_get_block_table_tensor
+        },
     }
 
 

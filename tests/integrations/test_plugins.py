@@ -173,9 +173,12 @@ def test_vllm_gets_the_method_and_the_models_and_keeps_its_own(monkeypatch):
     assert quantization.QUANTIZATION_METHODS == ["awq", "fp8", "bitnet"]
     assert modules["vllm.model_executor.models"].ModelRegistry.models == {
         "LlamaForCausalLM": "vllm's own",
-        "BitNetForCausalLM": vllm.MODEL,
-        "BitnetOpsForCausalLM": vllm.MODEL,
+        **vllm.MODELS,
     }
+    assert {*vllm.MODELS} == {
+        "BitNetForCausalLM", "BitnetOpsForCausalLM", "BitnetOpsConvertedForCausalLM",
+        "BitnetOpsHybridForCausalLM",
+    }  # fmt: skip
     assert asked == [1, 1]  # for AMX, in every process that registers
     monkeypatch.delattr(torch.cpu, "_init_amx")
     assert vllm.request_amx() is False  # a torch without it has no tiles to offer

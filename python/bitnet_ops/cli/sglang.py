@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
-import subprocess
 import tempfile
 from pathlib import Path
 
 from bitnet_ops.cli.arguments import add_threads, integer
+from bitnet_ops.cli.child import run_until_it_ends
 from bitnet_ops.cli.terminal import print_lines, say
 from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT, HEAD_FORMATS, current_head_format
-
-_PATIENCE_S = 30.0  # for the requests that a server is answering when it is to end
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,20 +94,4 @@ def run(args: argparse.Namespace) -> int:
             f"starting SGLang with the model {name}; its imports take half a minute and more, "
             "GET /health answers when it is ready"
         )
-        return _serve(words, env)
-
-
-def _serve(words: list[str], env: dict[str, str]) -> int:
-    """Run the server until it ends; Ctrl-C and a kill reach it as they reach this process."""
-    process = subprocess.Popen(words, env=env)
-    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    try:
-        return process.wait()
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(_PATIENCE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        return run_until_it_ends(words, env)

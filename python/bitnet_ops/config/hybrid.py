@@ -178,8 +178,8 @@ def refuse_states(who: str, config: Mapping[str, Any]) -> None:
         raise UnsupportedModelError(
             f"{who}: expected a model whose layers all have attention, got "
             f"{printable(text.get('model_type'))} with layers of Gated DeltaNet, which keep "
-            "states; serve it with bitnet-ops serve or bitnet-ops sglang, or run it with generate, "
-            "chat or bitnet_ops.load"
+            "states; serve it with bitnet-ops serve, sglang or vllm, which convert it, or run it "
+            "with generate, chat or bitnet_ops.load"
         )
 
 

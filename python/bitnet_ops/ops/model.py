@@ -348,6 +348,8 @@ def run_program(
             whose blocks choose pages "key_bounds" bfloat16 [layers, blocks, block_size / 64, KV,
             2 * D] (`paged_cache_update`); of one with blocks delta_net their states "recurrent",
             "inputs" and "kept" (`delta_net`). Each block of a kind has a layer, in their order.
+            States may lie in the memory of keys and values where slot n is block n: a step then
+            uses a block for either.
         step_names, step: likewise. int64 or int32: "positions" [tokens], of the rotary embedding;
             "slot_mapping" [tokens], where keys and values go; "query_start_loc", "seq_lens" and
             "block_table" as `paged_attention` takes them; "logit_rows" [r], in any order, r at most

@@ -13,7 +13,16 @@ from typing import Any
 from bitnet_ops.integrations.plugin import METHOD, Plugin
 
 MODEL_CLASS = "BitnetOpsForCausalLM"
-MODEL = "bitnet_ops.integrations.vllm.model:BitNetForCausalLM"
+CONVERTED_CLASS = "BitnetOpsConvertedForCausalLM"
+HYBRID_CLASS = "BitnetOpsHybridForCausalLM"
+_MODELS = "bitnet_ops.integrations.vllm"
+MODELS = {
+    "BitNetForCausalLM": f"{_MODELS}.model:BitNetForCausalLM",
+    MODEL_CLASS: f"{_MODELS}.model:BitNetForCausalLM",
+    CONVERTED_CLASS: f"{_MODELS}.converted:ConvertedForCausalLM",
+    HYBRID_CLASS: f"{_MODELS}.converted:HybridForCausalLM",
+}
+_REGISTRY = "vllm.model_executor.models"
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
 
 logger = logging.getLogger(__name__)
@@ -59,15 +68,16 @@ def _put_method() -> None:
 
 
 def _put_model() -> None:
-    """Offer the model class that runs the decoder as one op; vLLM imports it when it is asked for.
+    """Offer the model classes that run a decoder as one op; vLLM imports one that is asked for.
 
     BitNetForCausalLM has no class in vLLM. Llama- and Qwen-type checkpoints have one there, which
-    runs with our linear method; who wants ours names MODEL_CLASS by --hf-overrides.
+    runs with our linear method; who wants ours names MODEL_CLASS by --hf-overrides. The folder of a
+    converted model names its class itself.
     """
-    registry = importlib.import_module("vllm.model_executor.models").ModelRegistry
-    for name in ("BitNetForCausalLM", MODEL_CLASS):
+    registry = importlib.import_module(_REGISTRY).ModelRegistry
+    for name, model in MODELS.items():
         if name not in registry.get_supported_archs():
-            registry.register_model(name, MODEL)
+            registry.register_model(name, model)
 
 
 def register() -> None:
@@ -96,4 +106,6 @@ def doctor() -> dict[str, Any]:
 
 def _registered() -> dict[str, Any]:
     methods = importlib.import_module(_QUANTIZATION).QUANTIZATION_METHODS
-    return {"registered": {"QUANTIZATION_METHODS": METHOD in methods}, "amx": request_amx()}
+    known = importlib.import_module(_REGISTRY).ModelRegistry.get_supported_archs()
+    registered = {"QUANTIZATION_METHODS": METHOD in methods, "ModelRegistry": HYBRID_CLASS in known}
+    return {"registered": registered, "amx": request_amx()}

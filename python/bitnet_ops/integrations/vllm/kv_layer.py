@@ -8,6 +8,7 @@ v1/attention/backend.py. It must not know weights.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,8 +87,11 @@ class KVLayer(nn.Module, AttentionLayerBase, PagedPool):
     """Registers with vLLM under `name`, and views the memory that it gets as the op's pools.
 
     Attributes: key_pool, value_pool [layers, blocks, block_size, kv_heads, head_dim], once vLLM has
-    bound memory. Nobody else reads it, so it lies in panels where they are possible.
+    bound memory. Nobody else reads it, so it lies in panels where they are possible. beside: what
+    a step writes besides, by name: the states of a hybrid.
     """
+
+    beside: Mapping[str, Tensor] = {}
 
     def __init__(self, config: ModelConfig, vllm_config: Any, name: str) -> None:
         super().__init__()
@@ -114,6 +118,9 @@ class KVLayer(nn.Module, AttentionLayerBase, PagedPool):
             head_size=c.head_dim,
             dtype=self.dtype,
         )
+
+    def caches(self) -> dict[str, Tensor]:
+        return {**super().caches(), **self.beside}
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         """kv_cache [blocks, layers * kv_heads, block_size, 2 head_dim], contiguous."""

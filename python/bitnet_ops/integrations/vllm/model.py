@@ -1,20 +1,17 @@
-"""BitNetForCausalLM for vLLM: the whole decoder in one op, over vLLM's own paged KV cache.
+"""BitNetForCausalLM for vLLM: the whole decoder in one op, of a Hugging Face checkpoint.
 
-vLLM schedules, samples and keeps the cache; `Decoder.step` reads and writes that cache in place.
 Loaded by vLLM's registry only, by name. On one rank: elsewhere vLLM's own model classes run with
-our linear method. Contract: vllm 0.32.0 model_executor/models/interfaces_base.py.
+our linear method.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from vllm.forward_context import get_forward_context
+from torch import Tensor
 
 from bitnet_ops import ops
 from bitnet_ops.config import ModelConfig
@@ -25,33 +22,14 @@ from bitnet_ops.integrations.checkpoint import (
     logical_codes,
     stored_scale,
 )
-from bitnet_ops.integrations.vllm.kv_layer import KVLayer
 from bitnet_ops.integrations.vllm.quantization import BitNetConfig
+from bitnet_ops.integrations.vllm.whole import WholeDecoder, float32_default
 from bitnet_ops.models import TensorSpec, expected_tensors
 from bitnet_ops.models.decoder import Decoder
-from bitnet_ops.models.step_batch import StepBatch
 from bitnet_ops.nn.packing import PackedWeight
-from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT, check_head_format
-
-HEAD_OPTION = "bitnet_head_format"  # of --additional-config
 
 
-def _float32_default(function: Callable) -> Callable:
-    """vLLM loads with the model's dtype as torch's default; scales and angles are float32."""
-
-    @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float32)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            torch.set_default_dtype(before)
-
-    return called
-
-
-class BitNetForCausalLM(nn.Module):
+class BitNetForCausalLM(WholeDecoder):
     """Any ternary model of `bitnet_ops.config` with quant_method "bitnet", on one rank.
 
     Option (--additional-config): bitnet_head_format, one of nn.storage.HEAD_FORMATS.
@@ -60,69 +38,18 @@ class BitNetForCausalLM(nn.Module):
     packed_modules_mapping = FUSED  # what the linear method's classes ask for; nothing fused here
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        super().__init__()
-        _check_parallel(vllm_config.parallel_config)
-        model, quantization = vllm_config.model_config, vllm_config.quant_config
+        quantization = vllm_config.quant_config
         if not isinstance(quantization, BitNetConfig):
             found = quantization.get_name() if quantization is not None else "none"
             raise CheckpointError(
                 f"bitnet: expected a checkpoint with quant_method 'bitnet', got {found}; run it as "
                 "vLLM would without this plug-in: --model-impl transformers"
             )
-        self.settings, self.dtype = quantization.settings, model.dtype
-        self.config = read_config(model.hf_config)
-        self.head_format = (vllm_config.additional_config or {}).get(
-            HEAD_OPTION, DEFAULT_HEAD_FORMAT
-        )
-        check_head_format(self.head_format)
-        self.kv = KVLayer(self.config, vllm_config, "model.layers.0.kv")
-        self.decoder: Decoder | None = None
-
-    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Embedded tokens f32 [tokens, hidden]."""
-        return self._loaded().model.embed_tokens.embed(input_ids.long())
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        intermediate_tensors: Any = None,
-        inputs_embeds: Tensor | None = None,
-    ) -> Tensor:
-        """Hidden states f32 [tokens, hidden] after the last norm; the KV cache is written."""
-        if inputs_embeds is not None:
-            raise ValueError("bitnet: expected token ids, got embeddings: not supported")
-        decoder, metadata = self._loaded(), get_forward_context().attn_metadata
-        if metadata is None:  # vLLM tries how much memory a step needs, without a cache
-            return torch.zeros(len(input_ids), self.config.hidden_size, dtype=torch.float32)
-        m = metadata[self.kv.name]
-        n = m.num_actual_tokens
-        batch = StepBatch(
-            token_ids=input_ids[:n].long(),
-            positions=positions[:n],
-            slot_mapping=m.slot_mapping,
-            query_start_loc=m.query_start_loc,
-            seq_lens=m.seq_lens,
-            block_table=m.block_table,
-            logit_rows=torch.arange(n),
-        )
-        # vLLM takes the head's product apart from the step, on the rows that it wants.
-        states = decoder.step_states(batch, self.kv)
-        if n == len(input_ids):
-            return states
-        return torch.cat([states, states.new_zeros(len(input_ids) - n, states.shape[1])])
-
-    def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """Logits f32 [rows, vocabulary]."""
-        return self._loaded().head(hidden_states)
-
-    def _loaded(self) -> Decoder:
-        if self.decoder is None:
-            raise _nothing_loaded()
-        return self.decoder
+        super().__init__(read_config(vllm_config.model_config.hf_config), vllm_config)
+        self.settings = quantization.settings
 
     @torch.no_grad()
-    @_float32_default
+    @float32_default
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load a checkpoint's tensors by their Hugging Face names, strictly.
 
@@ -220,20 +147,3 @@ def read_config(hf_config: Any) -> ModelConfig:
     config = {**hf_config.to_dict(), "architectures": None}
     refuse_states("vllm", config)
     return ModelConfig.from_hf(config, ignore_unknown=True)
-
-
-def _check_parallel(parallel: Any) -> None:
-    sizes = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    if sizes != (1, 1):
-        raise CheckpointError(
-            f"bitnet: expected tensor- and pipeline-parallel size 1, got {sizes[0]} and "
-            f"{sizes[1]}; the whole decoder is one op, and BitNet's sub-norms span all ranks: use "
-            "more threads instead; Llama- and Qwen-type models run split in vLLM's own classes"
-        )
-
-
-def _nothing_loaded() -> CheckpointError:
-    return CheckpointError(
-        "bitnet: expected a checkpoint's weights, got none; --load-format dummy is not supported: "
-        "use `bitnet-ops dummy`, or --model-impl transformers"
-    )
