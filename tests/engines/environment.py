@@ -106,11 +106,11 @@ class Environment:
 
 
 class SGLangEnvironment(Environment):
-    version = os.environ.get("BITNET_SGLANG_VERSION", "0.5.20")
+    version = os.environ.get("BITNET_SGLANG_VERSION", "0.5.23")
     engine = f"sglang=={version}"
     requirements = HERE / "sglang-requirements.txt"
     # What another version pins otherwise than the list has it.
-    pins = {"0.5.21": ["xgrammar==0.2.7"], "0.5.23": ["xgrammar==0.2.7", "openai==2.8.0"]}
+    pins = {"0.5.20": ["xgrammar==0.2.1", "openai==2.6.1"], "0.5.21": ["openai==2.6.1"]}
 
     def packages(self) -> str:
         return self.requirements.read_text()

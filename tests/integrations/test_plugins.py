@@ -148,7 +148,10 @@ def test_sglang_learns_of_hybrids_and_of_their_states(monkeypatch):
     attention = object()
     for name in (spec.backend_class_name, spec.hybrid_backend_class_name):
         assert callable(getattr(hybrid, name.rpartition(".")[2]))
-    assert hybrid.attention_alone(attention, hybrid.no_backend(None), [3]) is attention
+    config.full_attention_layer_ids = [3, 7]
+    runner = types.SimpleNamespace(model_config=types.SimpleNamespace(hf_config=config))
+    assert hybrid.attention_alone(attention, hybrid.no_backend(runner), [3]) is attention
+    assert runner.model_config.full_attention_layer_ids == [3, 7]  # where 0.5.20 looks
     hook = modules[engine_surfaces.MAMBA_HOOK]
     validate = {"view": 1, "mamba_cache_chunk_size_of": 64}
     assert hook.validate_mamba_extra_buffer(hf_config=config, **validate) == (1, 64)

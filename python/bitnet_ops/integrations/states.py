@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.hybrid import DeltaNet
 from bitnet_ops.models.step_batch import StepBatch
 from bitnet_ops.nn.kv_config import kept_of
@@ -35,8 +36,8 @@ class EngineStates:
     `ops.run_program` takes them, [slots, layers, ...].
     """
 
-    def __init__(self, config: object, recurrent: Tensor, inputs: Tensor) -> None:
-        kept = kept_of(config)  # type: ignore[arg-type]  # a ModelConfig, or what caches keep of it
+    def __init__(self, config: ModelConfig, recurrent: Tensor, inputs: Tensor) -> None:
+        kept = kept_of(config)
         given = dict(zip(_SLOTS_OF, (recurrent, inputs), strict=True))
         self.tensors: dict[str, Tensor] = {}
         for name, (buffer, layers) in kept.items():

@@ -48,8 +48,13 @@ class BitnetHybridConfig(PretrainedConfig):
 
 
 def no_backend(runner: Any) -> None:
-    """In the place of a backend of recurrent layers."""
-    del runner
+    """In the place of a backend of recurrent layers.
+
+    SGLang 0.5.20 then looks for the layers of attention in its own config, not in the model's.
+    """
+    config, name = runner.model_config, "full_attention_layer_ids"
+    if not hasattr(config, name):
+        setattr(config, name, getattr(config.hf_config, name))
 
 
 def attention_alone(attention: Any, recurrent: None, layers: list[int]) -> Any:
