@@ -2,7 +2,9 @@
 #include "ops/state_checks.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
+#include <utility>
 
 namespace bitnet::ops {
 namespace {
