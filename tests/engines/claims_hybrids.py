@@ -180,3 +180,7 @@ def test_the_server_gives_the_same_and_refuses_pictures(work, hybrid):
         )
         print(f"\n  {status} {answer}")
         assert status == 400 and "image" in json.dumps(answer)
+        body = {"text": "What?", "image_data": "data:image/png;base64,AA=="}
+        status, answer = post(port, "/generate", body)
+        print(f"  {status} {answer}")
+        assert status == 400 and "bitnet-ops serve" in json.dumps(answer)

@@ -162,6 +162,20 @@ def _hybrids():
     }
 
 
+class HookType(enum.Enum):
+    BEFORE = "before"
+
+
+def _hooks():
+    found = []
+
+    def register(target, hook, hook_type):
+        found.append((target, hook, hook_type))
+
+    registry = types.SimpleNamespace(register=register, found=found)
+    return {"HookRegistry": registry, **_named(HookType)}
+
+
 def sglang(table_type=dict):
     """{dotted name: its members} of SGLang's surface, with fresh tables of the given kind."""
     choices, backends, packages = ["awq", "fp8"], {"torch_native": None}, []
@@ -189,6 +203,7 @@ def sglang(table_type=dict):
         "sglang.srt.models.registry": {
             "ModelRegistry": types.SimpleNamespace(register=register, packages=packages)
         },
+        "sglang.srt.plugins.hook_registry": _hooks(),
         **_hybrids(),
     }
 

@@ -129,6 +129,24 @@ def test_torch_natives_attention_is_replaced_only_where_asked_for(monkeypatch):
     assert backends == {"torch_native": sglang._attention_backend}
 
 
+def test_requests_with_pictures_are_refused_where_the_launcher_asks(monkeypatch):
+    hooks = install_sglang(monkeypatch)["sglang.srt.plugins.hook_registry"]
+    sglang.register()
+    assert hooks.HookRegistry.found == []
+    monkeypatch.setenv(sglang.ATTENTION_VARIABLE, "1")
+    sglang.register()
+    ((target, hook, when),) = hooks.HookRegistry.found
+    assert target.endswith("GenerateReqInput.normalize_batch_and_arguments")
+    assert when is hooks.HookType.BEFORE
+    text, picture = (
+        types.SimpleNamespace(contains_mm_input=lambda found=found: found)
+        for found in (False, True)
+    )
+    assert hook(text) is None
+    with pytest.raises(ValueError, match="expected a text, got image_data.*bitnet-ops serve"):
+        hook(picture)
+
+
 def test_sglang_learns_of_hybrids_and_of_their_states(monkeypatch):
     """The check of its platform gives way for ours alone."""
     modules = install_sglang(monkeypatch)

@@ -19,9 +19,13 @@ CONFIG_CLASS = "bitnet_ops.integrations.sglang.quantization:BitNetConfig"
 MODEL_PACKAGE = "bitnet_ops.integrations.sglang.models"
 # of SGLang's module mamba_hook, by which it says that a CPU keeps no states inside of prompts
 PLATFORM_CHECK = "_platform_supports_mamba_cache_extra_buffer"
-ATTENTION_VARIABLE = "BITNET_OPS_SGLANG_ATTENTION"  # 1: our attention as torch_native
+# 1, which the launcher sets: our attention as torch_native, and requests with pictures are refused
+ATTENTION_VARIABLE = "BITNET_OPS_SGLANG_ATTENTION"
 _TABLES = "QUANTIZATION_METHODS", "CPU_QUANTIZATION_METHODS"  # the second where SGLang sees AMX
 _QUANTIZATION = "sglang.srt.layers.quantization"
+_HOOKS = "sglang.srt.plugins.hook_registry"
+# What SGLang calls first of a request of /generate and of its engine.
+_REQUEST = "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments"
 _HYBRIDS = "sglang.srt.configs.linear_attn_model_registry"
 HYBRID = "BitnetOpsHybridForCausalLM"  # the class of converted hybrids
 
@@ -90,6 +94,25 @@ def _attention_backend(model_runner: Any) -> Any:
     return module.BitnetAttentionBackend(model_runner)
 
 
+def _put_refusal() -> None:
+    """Have requests with pictures refused, if the launcher has asked for it.
+
+    SGLang looks at the pictures of models of its own alone, and drops those of others unread.
+    """
+    if os.environ.get(ATTENTION_VARIABLE) == "1":
+        hooks = importlib.import_module(_HOOKS)
+        hooks.HookRegistry.register(_REQUEST, refuse_pictures, hooks.HookType.BEFORE)
+
+
+def refuse_pictures(request: Any) -> None:
+    """Raise ValueError, an answer of status 400, for a request with pictures, films or sounds."""
+    if request.contains_mm_input():
+        raise ValueError(
+            "bitnet: expected a text, got image_data, video_data or audio_data beside it; SGLang "
+            "runs the decoder alone: bitnet-ops serve reads pictures, of models with a tower"
+        )
+
+
 def _put_hybrids() -> None:
     """Let SGLang know of converted hybrids, whose states it is to keep."""
     importlib.import_module(f"{__name__}.hybrid").put_hybrids()
@@ -120,6 +143,7 @@ def register() -> None:
         _put_everywhere()
         _put_choice()
         _put_attention()
+        _put_refusal()
         _put_hybrids()
         _put_model()
 
