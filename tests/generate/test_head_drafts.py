@@ -86,6 +86,7 @@ def guess(patch: pytest.MonkeyPatch, guesses: Guesses) -> None:
     patch.setattr(drafting.HeadDrafter, "_choose", chosen)
 
 
+@pytest.mark.timeout(7200)  # all of them, at night
 def test_schedules_with_a_head(
     case: tuple[Decoder, Form], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
