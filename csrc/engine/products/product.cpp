@@ -20,8 +20,8 @@ int64_t even_part(int64_t total, int64_t max) {
   return total <= max ? std::max<int64_t>(total, 1) : ceil_div(total, ceil_div(total, max));
 }
 
-// This thread's memory for products by tables, made at its first one, because a plan does not know
-// how many threads will run it. Null if there is none: the call does without.
+}  // namespace
+
 void* thread_scratch(int64_t bytes) {
   thread_local Workspace workspace;
   try {
@@ -30,8 +30,6 @@ void* thread_scratch(int64_t bytes) {
     return nullptr;
   }
 }
-
-}  // namespace
 
 ProductShape shape_of(const Projection* projections, int64_t count, int64_t tokens,
                       int64_t planes) {

@@ -39,6 +39,10 @@ Projection make_projection(const Weight& weight, const float* scale, int64_t sca
 // Exact int32 sums [tokens, n_rows].
 Projection make_sums(const Weight& weight, int32_t* out);
 
+// This thread's memory for products by tables, made at its first one, because a plan does not know
+// how many threads will run it. Null if there is none: a product does without.
+void* thread_scratch(int64_t bytes);
+
 // The shape of `count` projections of the same tokens, which have `planes` planes.
 ProductShape shape_of(const Projection* projections, int64_t count, int64_t tokens, int64_t planes);
 

@@ -41,6 +41,7 @@ bool passed_over(const KernelTable& kernels, const ProductAlgorithm& row, Weight
 
 // Weights, tokens and results of a sample stay in L2, so that times do not depend on other cores.
 constexpr int64_t kRows = 1024, kK = 1024;
+constexpr double kLost = 1e9;  // seconds of what cannot be measured
 
 // A product of the shape's kind, with the fewest tokens that share its place.
 ProductShape sample_of(const KernelTable& kernels, const ProductShape& shape) {
@@ -130,7 +131,10 @@ class Sample {
     Projection p =
         make_projection(weight_, scales_.get(), 1, DType::kBF16, const_cast<uint16_t*>(out_.get()));
     if (shape_.grouped) p.groups = {.data = scales_.get(), .blocked = true};
-    const Product product(kernels, x_.view(), &p, 1, plan_product(kernels, shape_, 1));
+    const ProductPlan plan = plan_product(kernels, shape_, 1);
+    if (plan.by_tables() && thread_scratch(plan.blocking.scratch_bytes) == nullptr)
+      return kLost;  // it would be multiplied otherwise, as fast as the others
+    const Product product(kernels, x_.view(), &p, 1, plan);
     const Clock::time_point start = Clock::now();
     product.run(0, product.units());
     return std::chrono::duration<double>(Clock::now() - start).count();
@@ -177,7 +181,7 @@ std::vector<RowTime> time_products(const KernelTable& kernels, const ProductShap
   try {
     const Sample product(kernels, sample);
     for (const ProductAlgorithm* row : rows) {
-      times.push_back({row, {1e9, 1e9}});
+      times.push_back({row, {kLost, kLost}});
       product.seconds(Only(kernels, *row).kernels());  // code and memory for the first time
     }
     for (int series = 0; series < 2; ++series) {
