@@ -21,7 +21,6 @@ from bitnet_ops.cli.child import run_until_it_ends
 from bitnet_ops.cli.terminal import say
 from bitnet_ops.config.hybrid import has_states
 from bitnet_ops.errors import BitNetError
-from bitnet_ops.formats.sglbitnt import MODEL_FILE
 from bitnet_ops.untrusted import read_json_object
 from bitnet_ops.untrusted.bounded import interpreter
 
@@ -94,6 +93,8 @@ def _command(model: str | Path, options: Sequence[str]) -> list[str]:
 
 def _is_converted(model: str) -> bool:
     """Whether vLLM gets our model file of it: a hybrid, or a form that vLLM does not read."""
+    from bitnet_ops.formats.sglbitnt import MODEL_FILE
+
     place = Path(model)
     if not place.is_dir():
         return place.is_file() or ":" in model  # a .bin, a .gguf, or one of a repository's
