@@ -119,7 +119,7 @@ def test_groups_have_sums_of_their_own(k: int, group: int, fmt: str, isa: str) -
     weight = random_packed(rng, n, k)
     scale = torch.rand(n, k // group, generator=rng) + 0.1
     private = ops.repack(weight, k, fmt, group)
-    for m in (1, 9, 40):
+    for m in (1, 3, 9, 40):
         x = torch.randn(m, k, generator=rng)
         x[0] = 127.0  # codes that are all the largest there are
         for activations in ("int8", "int8_group", "int16_group"):
@@ -180,27 +180,32 @@ def test_code_3_is_rejected_both_ways(fmt: str) -> None:
             ops.unrepack(private, (40, 100))
 
 
-def test_an_ill_set_prefetch_distance_is_one_clear_error(tmp_path: Path) -> None:
-    program = "import bitnet_ops; print(bitnet_ops._runtime.tuning())"
-    for value, good in (
-        ("4096", {"prefetch_bytes": 4096, "head_bytes": 4096}),
-        ("4096:L1", {"prefetch_bytes": 4096, "head_into_l2": False}),
-        ("4096:L2", {"prefetch_bytes": 4096, "head_into_l2": True}),
-        *((bad, None) for bad in ("-1", "far", "65537", "4096:L3")),
-    ):
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            env={"BITNET_OPS_TUNING": f"prefetch={value}", "PATH": "/usr/bin:/bin"},
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
+PREFETCH = {  # what each value means; None: an error
+    "4096:L2": {"prefetch_bytes": 4096, "head_into_l2": True},
+    "4096:L3": None,
+    "65537": None,
+    "4096": {"prefetch_bytes": 4096, "head_bytes": 4096},
+    "4096:L1": {"prefetch_bytes": 4096, "head_into_l2": False},
+    **dict.fromkeys(("-1", "far", "4096:", ":L2", "4096 ")),
+}
+
+
+@pytest.mark.parametrize("value", PREFETCH)
+@pytest.mark.sampled(3)
+def test_an_ill_set_prefetch_distance_is_one_clear_error(value: str, tmp_path: Path) -> None:
+    program, good = "import bitnet_ops; print(bitnet_ops._runtime.tuning())", PREFETCH[value]
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"BITNET_OPS_TUNING": f"prefetch={value}", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert (done.returncode == 0) == (good is not None), done.stderr
+    if good is not None:
+        assert good.items() <= ast.literal_eval(done.stdout).items()
+    else:
+        expected = (
+            f"BITNET_OPS_TUNING: expected prefetch=bytes from 0 to 65536, got 'prefetch={value}'"
         )
-        assert (done.returncode == 0) == (good is not None), done.stderr
-        if good is not None:
-            assert good.items() <= ast.literal_eval(done.stdout).items()
-        else:
-            expected = (
-                "BITNET_OPS_TUNING: expected prefetch=bytes from 0 to 65536, "
-                f"got 'prefetch={value}'"
-            )
-            assert expected in done.stderr
+        assert expected in done.stderr

@@ -162,9 +162,14 @@ def passed_over(config: Mapping[str, Any]) -> list[str]:
 
 def has_states(config: Mapping[str, Any]) -> bool:
     """Whether a config.json, nested or flat, of whatever package, is a hybrid's."""
-    text = config.get("text_config")
-    text = text if isinstance(text, Mapping) else config
+    text = _of_texts(config)
     return "linear_num_value_heads" in text or text.get("model_type") in _FLAT
+
+
+def _of_texts(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json, nested or flat, that is the decoder's."""
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else config
 
 
 def refuse_states(who: str, config: Mapping[str, Any]) -> None:
@@ -172,9 +177,8 @@ def refuse_states(who: str, config: Mapping[str, Any]) -> None:
 
     config: a config.json, as `has_states` takes it.
     """
-    text = config.get("text_config")
-    text = text if isinstance(text, Mapping) else config
     if has_states(config):
+        text = _of_texts(config)
         raise UnsupportedModelError(
             f"{who}: expected a model whose layers all have attention, got "
             f"{printable(text.get('model_type'))} with layers of Gated DeltaNet, which keep "

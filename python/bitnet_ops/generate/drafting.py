@@ -49,7 +49,6 @@ class HeadDrafter:
         self._model, self._head, self._pool = model, model.mtp, pool
         ends = model.config.eos_token_ids
         self.words = DraftWords(model.head, always=ends) if words is None else words
-        self._ids = self.words.ids.numpy()  # the same memory, which changes in place
         self._draft_pool = DraftPool(pool)
         # how many tokens of a request the words have seen
         self._seen: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
@@ -110,7 +109,8 @@ class HeadDrafter:
         _, top, logprobs = ops.top_logprobs(logits, _no_tokens(len(logits)), 1)
         sure: list[float] = logprobs[:, 0].tolist()
         if all(s.params.greedy and not s.edits and s.constraint is None for s in samplers):
-            found = [-1 if i < 0 else int(self._ids[i]) for i in top[:, 0].tolist()]
+            ids = self.words.ids.numpy()
+            found = [-1 if i < 0 else int(ids[i]) for i in top[:, 0].tolist()]
             return found, sure
         if len(self.words.ids) < self._model.config.vocab_size:
             logits = self._spread(logits)

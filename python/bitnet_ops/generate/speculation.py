@@ -79,7 +79,7 @@ class StepCosts:
         self._seconds[tokens] = sorted(last)[len(last) // 3]
         once = {t for t, steps in self._last.items() if len(steps) == 1}
         self._known = self._seconds
-        if sure := {t: s for t, s in self._seconds.items() if t not in once}:
+        if once and (sure := {t: s for t, s in self._seconds.items() if t not in once}):
             believed = (t for t in once if self._seconds[t] < _DOUBT * _line(sure, t))
             self._known = sure | {t: self._seconds[t] for t in believed}
 
