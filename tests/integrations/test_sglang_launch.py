@@ -22,6 +22,7 @@ import hf_writer
 import hybrids
 from bitnet_ops.cli import main
 from bitnet_ops.convert import convert
+from bitnet_ops.integrations import model_folder
 from bitnet_ops.integrations.plugin import Plugin
 from bitnet_ops.integrations.sglang import launch, serving
 from bitnet_ops.language_model import DEMO_DIR
@@ -407,12 +408,12 @@ def test_the_folder_has_what_sglang_reads_and_nothing_that_misleads_it(tmp_path)
 def test_folders_that_cannot_be_served(tmp_path, monkeypatch):
     (tmp_path / "served").mkdir()
     shutil.copy(DEMO_DIR / "model.bin", tmp_path)
-    with pytest.raises(serving.ServingError, match="expected tokenizer.json beside"):
+    with pytest.raises(model_folder.ServingError, match="expected tokenizer.json beside"):
         serving.write_folder(tmp_path / "model.bin", tmp_path / "served")
-    with pytest.raises(serving.ServingError, match="expected bitnet_ops_model in config.json"):
+    with pytest.raises(model_folder.ServingError, match="expected bitnet_ops_model in config.json"):
         serving.model_file(object())
     real = load_model(DEMO_DIR / "model.bin").config
     headless = dataclasses.replace(real, embedding_only=True)
-    monkeypatch.setattr(serving, "model_config", lambda reader: headless)
-    with pytest.raises(serving.ServingError, match="with an output head"):
+    monkeypatch.setattr(model_folder, "model_config", lambda reader: headless)
+    with pytest.raises(model_folder.ServingError, match="with an output head"):
         serving.write_folder(DEMO_DIR / "model.bin", tmp_path / "served")

@@ -8,60 +8,34 @@ link. It must not import sglang.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.draft import draft_config
-from bitnet_ops.errors import BitNetError
 from bitnet_ops.formats import sglbitnt
+from bitnet_ops.integrations import model_folder
 from bitnet_ops.integrations.sglang import HYBRID
-from bitnet_ops.loading.model_contents import completed_config, model_config
 from bitnet_ops.nn.storage import DEFAULT_HEAD_FORMAT
 from bitnet_ops.vision.weights import vision_config
 
 ARCHITECTURE = "BitnetOpsForCausalLM"
-_FILE, _HEAD = "bitnet_ops_model", "bitnet_ops_head"
+_HEAD = "bitnet_ops_head"
 # model_type in a hybrid's config.json, beside which stands that of the model file
 MODEL_TYPE, _SOURCE_TYPE = "bitnet_ops_hybrid", "bitnet_ops_model_type"
-# What must not reach SGLang: it would choose a quantisation method by the first.
-_DROPPED = ("quantization_config", "auto_map", "torch_dtype", "dtype")
-_LINKED = ("tokenizer*", "special_tokens_map.json", "generation_config.json", "*.jinja")
-
-
-class ServingError(BitNetError, ValueError):
-    """A model that cannot be served in SGLang, or a folder that is not ours."""
 
 
 def write_folder(file: Path, folder: Path, head: str = DEFAULT_HEAD_FORMAT) -> Path:
-    """Make `folder`, which exists and is empty, what SGLang takes as the model of `file`.
+    """Make `folder` what SGLang takes as the model of `file`: as `model_folder.write_folder`.
 
-    Raises ServingError without a tokenizer, or for a model that gives no logits; what reading the
-    file raises.
+    head: the format of its output head.
     """
-    reader = sglbitnt.Reader(file, check_codes=False)
-    about = model_config(reader)
-    if about.embedding_only:
-        raise ServingError(f"sglang: expected a model with an output head, got {file}, without one")
-    if not (file.parent / "tokenizer.json").is_file():
-        raise ServingError(
-            f"sglang: expected tokenizer.json beside {file}, got none; copy it from the original "
-            "checkpoint"
-        )
-    config = completed_config(reader.config, reader.tensors)
-    config = {key: value for key, value in config.items() if key not in _DROPPED}
-    config |= {"architectures": [ARCHITECTURE], _FILE: str(file.resolve()), _HEAD: head}
-    config |= {"max_position_embeddings": about.max_position_embeddings}
-    config |= _of_hybrid(config, about)
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    os.symlink(file.resolve(), folder / "model.bin")
-    for pattern in _LINKED:
-        for found in sorted(file.parent.glob(pattern)):
-            os.symlink(found.resolve(), folder / found.name)
-    return folder
+
+    def adapted(config: dict[str, Any], about: ModelConfig) -> dict[str, Any]:
+        return config | {"architectures": [ARCHITECTURE], _HEAD: head} | _of_hybrid(config, about)
+
+    return model_folder.write_folder("sglang", file, folder, adapted)
 
 
 def _of_hybrid(config: Mapping[str, Any], about: ModelConfig) -> dict[str, Any]:
@@ -98,14 +72,8 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def model_file(config: Any) -> Path:
-    """The model file that the config of such a folder names. Raises ServingError for another."""
-    name = getattr(config, _FILE, None)
-    if not isinstance(name, str):
-        raise ServingError(
-            f"sglang: expected {_FILE} in config.json, got {name!r}; such folders are made by "
-            "bitnet-ops sglang"
-        )
-    return Path(name)
+    """As `model_folder.model_file`."""
+    return model_folder.model_file("sglang", config)
 
 
 def head_format(config: Any) -> str:

@@ -7,57 +7,31 @@ not import vllm.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bitnet_ops.config import ModelConfig
 from bitnet_ops.config.draft import draft_config
-from bitnet_ops.errors import BitNetError
 from bitnet_ops.formats import sglbitnt
+from bitnet_ops.integrations import model_folder
+from bitnet_ops.integrations.model_folder import ServingError
 from bitnet_ops.integrations.vllm import CONVERTED_CLASS, HYBRID_CLASS
-from bitnet_ops.loading.model_contents import completed_config, model_config
+from bitnet_ops.loading.model_contents import model_config
 from bitnet_ops.vision.weights import vision_config
 
-_FILE = "bitnet_ops_model"
-# what must not reach vLLM: it would choose a quantisation method, or a dtype, by them
-_DROPPED = ("quantization_config", "auto_map", "torch_dtype", "dtype")
 # of rope_parameters: they place images, which this class reads none of
 _IMAGE_ROPE = ("mrope_section", "mrope_interleaved")
-_LINKED = ("tokenizer*", "special_tokens_map.json", "generation_config.json", "*.jinja")
-
-
-class ServingError(BitNetError, ValueError):
-    """A model that cannot be served in vLLM, or a folder that is not ours."""
 
 
 def write_folder(file: Path, folder: Path) -> Path:
-    """Make `folder`, which exists and is empty, what vLLM takes as the model of `file`.
+    """Make `folder` what vLLM takes as the model of `file`: as `model_folder.write_folder`."""
+    return model_folder.write_folder("vllm", file, folder, _adapted)
 
-    Raises ServingError without a tokenizer, or for a model that gives no logits; what reading the
-    file raises.
-    """
-    reader = sglbitnt.Reader(file, check_codes=False)
-    about = model_config(reader)
-    if about.embedding_only:
-        raise ServingError(f"vllm: expected a model with an output head, got {file}, without one")
-    if not (file.parent / "tokenizer.json").is_file():
-        raise ServingError(
-            f"vllm: expected tokenizer.json beside {file}, got none; copy it from the original "
-            "checkpoint"
-        )
-    config = completed_config(reader.config, reader.tensors)
-    config = {key: _of_texts(value) for key, value in config.items() if key not in _DROPPED}
+
+def _adapted(config: dict[str, Any], about: ModelConfig) -> dict[str, Any]:
     served = CONVERTED_CLASS if about.delta_net is None else HYBRID_CLASS
-    config |= {"architectures": [served], _FILE: str(file.resolve())}
-    config |= {"max_position_embeddings": about.max_position_embeddings}
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    os.symlink(file.resolve(), folder / "model.bin")
-    for pattern in _LINKED:
-        for found in sorted(file.parent.glob(pattern)):
-            os.symlink(found.resolve(), folder / found.name)
-    return folder
+    return {key: _of_texts(value) for key, value in config.items()} | {"architectures": [served]}
 
 
 def _of_texts(value: Any) -> Any:
@@ -68,14 +42,8 @@ def _of_texts(value: Any) -> Any:
 
 
 def model_file(config: Any) -> Path:
-    """The model file that the config of such a folder names. Raises ServingError for another."""
-    name = getattr(config, _FILE, None)
-    if not isinstance(name, str):
-        raise ServingError(
-            f"vllm: expected {_FILE} in config.json, got {name!r}; such folders are made by "
-            "bitnet-ops vllm"
-        )
-    return Path(name)
+    """As `model_folder.model_file`."""
+    return model_folder.model_file("vllm", config)
 
 
 def is_hybrid(file: Path) -> bool:
