@@ -99,7 +99,8 @@ def test_drafts_change_no_token(model: Decoder, max_drafts: Any) -> None:
     for _ in run:
         pass
     assert run.generations[0].token_ids == alone(model, prompt, 120)
-    assert engine.stats().drafted_tokens > engine.stats().accepted_drafts
+    if max_drafts != "auto":  # which drafts where they pay, so perhaps nowhere
+        assert engine.stats().drafted_tokens > engine.stats().accepted_drafts
 
 
 SCHEDULES = 500 if os.environ.get("BITNET_CI_ALL") == "1" else 24

@@ -482,7 +482,10 @@ def test_a_build_shows_a_count_and_keeps_the_rest(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == "  Preparing\nerror: no space\n"
     terminal, end = pty.openpty()
     subprocess.run(["bash", "-c", script], stdout=end, stderr=end, check=True)
-    moves = re.findall(rb"\r\[ +\d+s\] compiled (\d+) of 20 ", os.read(terminal, 4096))
+    shown = b""
+    while not shown.endswith(b"\n"):  # one read may end in the middle
+        shown += os.read(terminal, 4096)
+    moves = re.findall(rb"\r\[ +\d+s\] compiled (\d+) of 20 ", shown)
     assert moves == [b"%d" % i for i in range(1, 21)]
     os.close(terminal)
     os.close(end)
