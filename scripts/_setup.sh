@@ -166,8 +166,21 @@ compile_alone() {
   log="$(cmake --build "$build" --parallel --target bitnet_kernels 2>&1)" || { echo "$log" >&2; return 1; }
 }
 
-# suites_of PROGRAM FILTER...: the suites of a bitnet_tests, each as the filter that chooses it.
-suites_of() { "$@" --list | sed 's/[.].*/./' | uniq; }
+# Tests of what kernels make of special values, of sums at their bounds and of long rows: arithmetic that a CPU does not
+# change, which only its instructions could be missing for. For suites_at_once.
+VALUES_OF_KERNELS=(-kernels_accuracy. -kernels_convert. -worst_cases -planted_values -planted_scales -longest_sums)
+
+# suites_at_once PROGRAM... -- FILTER...: the suites of a bitnet_tests that the filters choose (see its main.cpp), each in
+# a process, JOBS at once.
+suites_at_once() {
+  local program=() filter suites
+  while [ "$1" != -- ]; do program+=("$1") && shift; done
+  shift
+  suites="$("${program[@]}" --list "$@" | sed 's/[.].*/./' | uniq)"
+  for filter in "$@"; do [ "${filter#-}" = "$filter" ] || program+=("$filter"); done
+  # shellcheck disable=SC2086  # names without spaces
+  each_of "${program[@]}" -- $suites
+}
 
 # each_of COMMAND... -- FILE...: COMMAND FILE for each, JOBS at once, what one prints in one piece; fails
 # if one does.

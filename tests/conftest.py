@@ -85,22 +85,28 @@ def _kind(item: pytest.Item) -> tuple[object, ...]:
 
 
 def _leave_to_the_night(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test marked sampled(count), the first `count` cases of each kind stay.
+    """Of a test marked sampled(count), `count` cases of each kind stay, evenly spread.
 
     Of one marked by_turns, which has the fixture isa, every case stays on the ISA that is chosen by
     itself, and on one of the others: that all give the same bits is tested on its own.
     """
     taken: Counter[tuple[object, ...]] = Counter()
+    cases = Counter(map(_kind, items))
     kept, later = [], []
     for item in items:
         mark = item.get_closest_marker("sampled")
         taken[kind := _kind(item)] += 1
-        stays = mark is None or taken[kind] <= mark.args[0]
+        stays = mark is None or _spread(taken[kind] - 1, mark.args[0], cases[kind])
         if item.get_closest_marker("by_turns") and (isa := kind[1]) != ISAS[0]:
             stays = taken[kind] % (len(ISAS) - 1) == ISAS.index(str(isa)) - 1
         (kept if stays else later).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=later)
+
+
+def _spread(index: int, count: int, of: int) -> bool:
+    """Whether case `index` is among `count` that stand evenly spread, the first one of them."""
+    return index * count % of < count
 
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)

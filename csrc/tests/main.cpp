@@ -1,5 +1,6 @@
-// bitnet_tests [--list] [FILTER...]: runs the tests whose name, suite.test, contains one of the
-// filters; without a filter all. --list prints their names instead.
+// bitnet_tests [--list] [-PART...] [FILTER...]: runs the tests whose name, suite.test, contains one
+// of the filters; without a filter all; never those whose name contains a PART. --list prints their
+// names instead.
 //
 // Several suites run in a process each, so that what one leaves behind (a forced ISA, variables of
 // the environment, threads) meets no other, and a crash ends one suite alone. A single suite runs
@@ -73,14 +74,19 @@ bool pass_in_a_process(const std::vector<Test>& tests) {
   return succeeds_in_a_process(tests[0].suite + ".", "", [&] { return all_pass(tests); });
 }
 
-// The tests that a filter chooses, by suite.
-std::vector<std::vector<Test>> chosen(const std::vector<std::string>& filters) {
+// The tests that a filter chooses and none leaves out, by suite.
+std::vector<std::vector<Test>> chosen(std::vector<std::string> filters) {
+  std::vector<std::string> left_out;
+  std::erase_if(filters, [&](const std::string& filter) {
+    if (filter.starts_with('-')) left_out.push_back(filter.substr(1));
+    return filter.starts_with('-');
+  });
   std::vector<Test> tests = all_tests();
   std::erase_if(tests, [&](const Test& test) {
     const std::string name = test.suite + "." + test.name;
-    return !filters.empty() && std::ranges::none_of(filters, [&](const std::string& filter) {
-      return name.find(filter) != std::string::npos;
-    });
+    const auto part = [&](const std::string& filter) { return name.find(filter) != name.npos; };
+    return (!filters.empty() && std::ranges::none_of(filters, part)) ||
+           std::ranges::any_of(left_out, part);
   });
   std::ranges::stable_sort(tests, {}, &Test::suite);
   std::vector<std::vector<Test>> suites;

@@ -4,8 +4,10 @@
 // Environment: BITNET_TEST_EXPECT, when set, is the comma-separated list of ISAs that must be
 // available here, best first: a script that picks the CPU says so and a missing ISA is a failure.
 // BITNET_TEST_EMULATOR=1 says that machine code itself is emulated and sweeps take larger strides.
-// BITNET_TEST_TABLES=emulated leaves the native ones out, scalar apart: another run has had them.
-// BITNET_TEST_QUICK=1 asks for those strides on this machine (scripts/quick).
+// BITNET_TEST_TABLES=emulated leaves the native ones out, scalar apart: another run has had them;
+// best leaves out all but the best that is available: others have had what its code computes, and
+// this CPU has no more than its instructions. BITNET_TEST_QUICK=1 asks for those strides on this
+// machine (scripts/quick).
 #pragma once
 
 #include <algorithm>
@@ -46,11 +48,18 @@ inline int64_t thinning(const KernelTable& kernels) {
   return quick() || under_emulator() || is_emulated(kernels) ? 16 : 1;
 }
 
+inline bool tables_chosen(const std::string& word) {
+  const char* chosen = std::getenv("BITNET_TEST_TABLES");
+  return chosen != nullptr && chosen == word;
+}
+
+inline bool best_alone() { return tables_chosen("best"); }
+
 inline std::vector<const KernelTable*> tables_under_test() {
   std::vector<const KernelTable*> tables = available_tables();
   std::erase_if(tables, [](const KernelTable* kernels) { return !make_ready(*kernels); });
-  const char* chosen = std::getenv("BITNET_TEST_TABLES");
-  if (chosen != nullptr && std::string(chosen) == "emulated") tables = {all_tables().back()};
+  if (best_alone()) tables.resize(1);
+  if (tables_chosen("emulated")) tables = {all_tables().back()};
   if (under_emulator()) return tables;  // one emulation inside another would prove nothing new
 #define BITNET_PUSH(isa) tables.push_back(isa::table());
   BITNET_EMULATED_ISAS(BITNET_PUSH)
@@ -91,6 +100,18 @@ inline void run_usual(const KernelTable& kernels, const ProductJob& job,
 }
 
 inline bool has_tables(const KernelTable& kernels) { return engine::tables_of(kernels) != nullptr; }
+
+// f of each table that has tables of sums, and of the others where they are not thinned.
+template <class F>
+void on_tables_of_sums(const F& f) {
+  bool any = false;
+  for (const KernelTable* kernels : tables_under_test()) {
+    if (thinning(*kernels) > 1 && !has_tables(*kernels)) continue;
+    any = true;
+    f(*kernels);
+  }
+  if (!any) not_here("an ISA with tables of sums");
+}
 
 // So many rows of tiles, and a caller that has memory.
 inline ProductShape shape_for_tables(int64_t tokens, int64_t rows) {

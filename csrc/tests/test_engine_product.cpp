@@ -420,15 +420,13 @@ void tables_on_threads(const KernelTable& kernels) {
 TEST(tables_without_memory) {
   if (kSanitized) return not_here("an allocator that may fail");
   use_plain_threads();
-  for (const KernelTable* kernels : tables_under_test()) {
-    const KernelTable starved = without_scratch(*kernels);
-    tables_on_threads(starved);
-  }
+  on_tables_of_sums(
+      [](const KernelTable& kernels) { tables_on_threads(without_scratch(kernels)); });
 }
 
 TEST(tables_on_threads) {
   use_plain_threads();
-  for (const KernelTable* kernels : tables_under_test()) tables_on_threads(*kernels);
+  on_tables_of_sums(tables_on_threads);
 }
 
 TEST(on_threads) {

@@ -366,7 +366,7 @@ def test_a_limit_of_the_address_space_makes_the_cache_smaller() -> None:
 @pytest.mark.parametrize("binding", [{}, {"OMP_PROC_BIND": "close", "OMP_PLACES": "cores"},
                                      {"GOMP_CPU_AFFINITY": "0-999"}])  # fmt: skip
 @pytest.mark.parametrize("asked", [None, "1", "2"])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_bound_threads_are_not_fewer(binding: dict[str, str], asked: str | None) -> None:
     """Binding pins the main thread when torch is imported, which is not all there is to run on."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *machine.thread_environment())

@@ -54,6 +54,7 @@ def test_inspect_leaves_columns_out_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.sampled(5)
 def test_the_dummys_tokenizer_has_the_models_vocabulary(name: str, tmp_path: Path) -> None:
     config = CONFIGS[name]
     dummy_tokenizer.write(tmp_path, config)

@@ -533,6 +533,7 @@ def test_bytes_that_are_no_utf8_in_a_process_of_their_own() -> None:
         ("--help", 0),
     ],
 )
+@pytest.mark.sampled(4)
 def test_closed_streams(arguments: str, status: int, tmp_path: Path) -> None:
     done = run(f'"$0" -m bitnet_ops {arguments} <&- >&-', cwd=tmp_path)
     assert done.returncode == status and b"Traceback" not in done.stderr

@@ -114,6 +114,7 @@ sys.exit(main(["convert", *sys.argv[2:]]))
 
 @pytest.mark.parametrize("limit", [0, 4000, 60_000])
 @pytest.mark.parametrize("version", ["v1", "v2"])
+@pytest.mark.sampled(3)
 def test_a_full_disk_leaves_nothing_and_says_so(tmp_path, limit, version):
     """The operating system lets no file grow, like a full disk: in the header, in a tensor."""
     source = write(tmp_path, FAMILIES["bitnet-offline"])

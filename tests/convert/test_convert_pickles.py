@@ -132,6 +132,7 @@ PICKLES = {
 
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("name", PICKLES)
+@pytest.mark.sampled(9)
 def test_pickles_that_no_save_writes(name, zipped, tensors, tmp_path):
     """Each ended the process, or in an exception of Python's."""
     body, words = PICKLES[name]

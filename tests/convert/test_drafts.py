@@ -149,6 +149,7 @@ def trunk_bytes(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.sampled(6)
 def test_a_head_is_taken_without_asking(tmp_path: Path, form: str) -> None:
     write, name, values = FORMS[form]
     made, head = trunk(name), head_of(name)

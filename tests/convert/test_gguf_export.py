@@ -293,6 +293,7 @@ def dequantised(reader: GgufReader, name: str) -> np.ndarray:
 
 @pytest.mark.parametrize("scales", ["one", "rows", "groups"])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.sampled(8)
 def test_hybrids_keep_the_scale_of_every_weight(
     tmp_path: Path, heads: tuple[int, int, int], scales: str
 ) -> None:

@@ -246,6 +246,7 @@ EXACT = 2e-5  # of the largest logit: what float32 leaves of transformers' produ
 
 
 @pytest.mark.parametrize("form, name", MODELS)
+@pytest.mark.sampled(8)
 def test_the_plain_forward_is_that_of_transformers(tmp_path: Path, form: str, name: str) -> None:
     """Over every form, read a second time; forms that round their gates to 16 bits less exactly."""
     source = FORMS[form][0](tmp_path / "source", hybrids.make(name))

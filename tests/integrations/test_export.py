@@ -31,7 +31,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 2, 5, 32])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_packages_take_any_number_of_tokens(exported: Path, tokens: int) -> None:
     spec = importlib.util.spec_from_file_location("export_example", EXAMPLE / "export.py")
     assert spec is not None and spec.loader is not None

@@ -191,7 +191,7 @@ PREFETCH = {  # what each value means; None: an error
 
 
 @pytest.mark.parametrize("value", PREFETCH)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_an_ill_set_prefetch_distance_is_one_clear_error(value: str, tmp_path: Path) -> None:
     program, good = "import bitnet_ops; print(bitnet_ops._runtime.tuning())", PREFETCH[value]
     done = subprocess.run(

@@ -355,6 +355,7 @@ def exact_model(case: Case) -> Decoder:
 
 
 @pytest.mark.parametrize("mistake", ["none", *MODULE_MISTAKES, *OP_MISTAKES])
+@pytest.mark.sampled(6)
 def test_the_comparison_sees_mistakes(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The composed ops over the float64 reference of delta_net, with one mistake in each run."""
     case = hybrids.FAINT if mistake == "lengths of at least eps" else "plain"

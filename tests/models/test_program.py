@@ -115,7 +115,7 @@ for name in KV_TYPES:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 def test_equals_the_composed_ops_on_every_isa_and_thread_count(setting: str) -> None:
     for configuration in every_configuration():
         results = []

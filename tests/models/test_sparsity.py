@@ -64,6 +64,7 @@ def test_columns_hold_the_codes(weight_format: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.sampled(4)
 def test_equals_the_composed_ops_on_every_isa_and_thread_count(
     policy: str, dtype: torch.dtype
 ) -> None:

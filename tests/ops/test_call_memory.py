@@ -36,6 +36,7 @@ def heap_bytes() -> int:
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
 @pytest.mark.parametrize("key", CALLS)
+@pytest.mark.sampled(15)
 def test_a_call_leaves_nothing_on_the_heap(key: str) -> None:
     """A block that is lost takes at least 32 bytes. A program is released, as its contract says."""
     arguments, op = CALLS[key].arguments(), getattr(ops, key.split()[0])

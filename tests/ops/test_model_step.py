@@ -107,6 +107,7 @@ def schedules(draw: st.DrawFn) -> tuple[int, int, list[list[tuple[int, int]]]]:
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=dtype_name)
 @settings(max_examples=100 * int(os.environ.get("BITNET_TEST_SCHEDULES", "1")))
 @given(schedules())
+@pytest.mark.sampled(3)
 def test_logits_do_not_depend_on_the_schedule(
     kv_dtype: torch.dtype, schedule: tuple[int, int, list[list[tuple[int, int]]]]
 ) -> None:

@@ -81,6 +81,7 @@ def pairs() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("op", "dtype", "written", "place"), list(pairs()))
+@pytest.mark.sampled(60)
 def test_a_mutated_argument_shares_memory_with_no_other(
     op: str, dtype: torch.dtype, written: Place, place: Place
 ) -> None:

@@ -196,6 +196,7 @@ def surprise(counts: npt.NDArray[np.int64], p: Floats) -> float:
 
 
 @pytest.mark.parametrize("temperature", [0.2, 0.7, 1.0, 2.0])
+@pytest.mark.sampled(2)
 def test_plain_draws_follow_softmax(temperature: float) -> None:
     draws = 100_000
     of_a_generator = uniforms_of(torch.Generator().manual_seed(7), draws)

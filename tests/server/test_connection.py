@@ -143,6 +143,7 @@ def test_a_request_before_the_answer_is_not_read_and_can_be_sent_again() -> None
     ids=str,
 )
 @pytest.mark.parametrize("drips", [False, True])
+@pytest.mark.sampled(5)
 def test_a_request_that_does_not_end_is_given_up(start: bytes, drips: bool, hasty: None) -> None:
     """In time, whether nothing more comes or a letter now and then."""
     with serving(app_of(access=Access(body_s=0.5))) as address, dialled(address) as found:

@@ -698,6 +698,7 @@ def changed(value: Any, text: str) -> Iterator[Any]:
 
 @pytest.mark.parametrize("form", ["xml", "llama", "none", "qwen35"])
 @pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.sampled(6)
 def test_no_field_of_a_request_ends_a_turn(dialect: str, form: str) -> None:
     """Each text and key in turn: there are as many special tokens as with a harmless word there."""
     template = {**FORMS, "qwen35": STYLES["qwen35"]}[form]

@@ -323,6 +323,7 @@ def test_a_body_is_bounded_in_size_and_time(address: str) -> None:
 @pytest.mark.parametrize(
     "element", ["0", "-1", '"x"', "null", "[]", "{}", "[-1]", '["x"]', "1.5", '"\\""']
 )
+@pytest.mark.sampled(10)
 def test_a_million_wrong_elements_cost_what_they_weigh(
     path: str, element: str, large_bodies: str
 ) -> None:

@@ -364,6 +364,7 @@ def demo() -> Iterator[tuple[Any, str]]:
 
 @pytest.mark.parametrize("path", LONG)
 @pytest.mark.parametrize("piece", ["<|im_end|>", "a ", "In the beginning", "\U0001f600"])
+@pytest.mark.sampled(14)
 def test_a_text_that_cannot_fit_costs_nothing(path: str, piece: str, demo: Any) -> None:
     app, address = demo
     body = LONG[path](piece * (12 * MIB // len(json.dumps(piece))))

@@ -201,7 +201,7 @@ def test_every_required_answer_is_read_as_valid_calls(form: str, kind: str) -> N
     for options in asked:
         options = {"tool_choice": ToolChoice("required"), **options}
         shape, grammars = shape_of(form, kind, **options)
-        for seed in range(6 if len(options) > 1 else 24):
+        for seed in range(3 if len(options) > 1 else 12):
             constraint = shape.constraint("</think>\n\n")
             assert constraint is not None
             ids, whole = random_answer(grammars, constraint, seed)

@@ -112,6 +112,7 @@ def check(reason: str | None, source: Path, expected: Callable[[], Tensor], fold
 
 @pytest.mark.usefixtures("floating")
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sampled(8)
 def test_every_family(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
     source = hf_writer.write_checkpoint(tmp_path / "source", family)
@@ -134,6 +135,7 @@ WRITERS: dict[str, Callable[..., Path]] = {
 @pytest.mark.parametrize("scales", ["one", "groups"])
 @pytest.mark.parametrize("form", WRITERS)
 @pytest.mark.parametrize("name", hybrids.CASES)
+@pytest.mark.sampled(8)
 def test_every_hybrid(name: str, form: str, scales: str, tmp_path: Path) -> None:
     """Rotated ones have no unpacked form: what their matrices stand for is not ternary."""
     made = hybrids.make(name, layers=4)
