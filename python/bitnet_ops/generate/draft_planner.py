@@ -157,7 +157,7 @@ class DraftPlanner:
             return
         worth = Worth()
         if adaptive:
-            worth = self.policy.worth(self.costs, tokens, expected, len(steps))
+            worth = self.policy.worth(self.costs, tokens, len(steps))
         judges = [self.policy.going_on(step.request, worth) for step in steps]
         found, made = self.drafter.propose([step.request for step in steps], depths, judges)
         self.policy.made(len(steps), made, time.perf_counter() - began)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bitnet_ops import ops
 from bitnet_ops.generate.causal_model import CausalModel
-from bitnet_ops.generate.head_policy import GoingOn
+from bitnet_ops.generate.head_policy import GoingOn, going_on
 from bitnet_ops.generate.request import Request
 from bitnet_ops.generate.sampling import draw_ahead
 from bitnet_ops.models.decoder import Decoder
@@ -68,10 +68,10 @@ class HeadDrafter:
         rows = list(range(len(requests)))
         for depth in range(max(depths, default=0)):
             kept = [
-                row
-                for row, i in enumerate(rows)
-                if depths[i] > depth and len(found[i]) == depth and (not depth or judges[i].goes_on)
+                row for row, i in enumerate(rows) if depths[i] > depth and len(found[i]) == depth
             ]
+            if depth and kept:
+                kept = [kept[k] for k in going_on([judges[rows[row]] for row in kept])]
             if not kept:
                 return found, depth
             rows = [rows[row] for row in kept]

@@ -35,6 +35,11 @@ class HeadAcceptance:
         """The chance of draft `depth`, from 0 on, to be right if those before are."""
         return self._right[depth] / (self._right[depth] + self._wrong[depth])
 
+    @property
+    def tried(self) -> float:
+        """How many drafts that stands on."""
+        return self._right[0] + self._wrong[0] - _PRIOR_WEIGHT
+
     def gain(self, drafts: int) -> float:
         """How many of so many drafts are right, on average."""
         chances = [math.prod(self.rate(i) for i in range(d + 1)) for d in range(drafts)]

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from bitnet_ops.generate.head_acceptance import MAX_DEPTH, HeadAcceptance
 from bitnet_ops.generate.request import Request
@@ -23,6 +22,13 @@ _UNKNOWN = 0.15  # steps that a draft costs, until some have been measured
 _FIRST = 6  # times, which bind a program, write memory first and measure ways to multiply
 _GAIN = 1.03  # drafts promise at least so much; costs are not known more exactly
 _PROBING = 0.005  # share of the time that finding out whether drafts pay may cost
+# A step with one draft a stream that has been measured less often may be as quick as hoped: as many
+# tokens more cost such a share. Steps that only hope speaks for: so many, and a share of all.
+_TRIES, _HOPE = 5, 0.2
+_HOPEFUL_STEPS, _HOPEFUL_SHARE = 12, 0.005
+# The first few drafts of a head may all have been wrong by chance: until so many have been tried,
+# others may cost so many steps.
+_ENOUGH, _UNLUCKY = 16, 1.5
 
 
 class Confidence:
@@ -53,11 +59,16 @@ class Confidence:
             self._all[i] = share * (self._all[i] + 1)
 
 
-class Worth(NamedTuple):
-    """What drafts have to promise, in tokens: to be verified, and to be made besides."""
+@dataclass(frozen=True)
+class Worth:
+    """What drafts have to promise beside a step, in tokens.
 
-    verified: float = 0.0
-    made: float = 0.0
+    verified: one draft of a stream, by depth, to be verified. made: all of one depth together, to
+    be made for so many streams.
+    """
+
+    verified: tuple[float, ...] = (0.0,) * MAX_DEPTH
+    made: Callable[[int], float] = lambda streams: 0.0
 
 
 @dataclass
@@ -65,13 +76,19 @@ class HeadPolicy:
     """What drafts of a head cost on this machine, and how many are worth it.
 
     costs: seconds of one draft of so many streams. shared: how often drafts are right for all.
-    confidence: how often those are of which the head is so sure.
+    confidence: how often those are of which the head is so sure. promised: the tokens a second of
+    the last choice.
     """
 
     costs: StepCosts = field(default_factory=StepCosts)
     shared: HeadAcceptance = field(default_factory=HeadAcceptance)
     confidence: Confidence = field(default_factory=Confidence)
+    promised: float = 0.0
     _measured: int = 0  # times that drafts were made
+    _choices: int = 0
+    _hopeful: int = 0  # of these, such as only hope spoke for
+    _hopes: bool = False  # whether the last one was
+    _spare: float = _UNLUCKY
 
     def made(self, streams: int, depth: int, seconds: float) -> None:
         """Enter how long `depth` drafts one behind the other took, of so many streams."""
@@ -88,15 +105,24 @@ class HeadPolicy:
         self.shared.learn(len(sure), right)
         self.confidence.learn(sure, right)
 
-    def worth(self, steps: StepCosts, tokens: int, expected: float, streams: int) -> Worth:
-        """What one more draft beside a step of so many tokens costs, in tokens.
+    def worth(self, steps: StepCosts, tokens: int, streams: int) -> Worth:
+        """What drafts of so many streams cost beside a step of so many tokens.
 
-        `expected`: how many the step gives.
+        Counted in the tokens that the last choice promises for that time. Each depth has a price of
+        its own: where multiplying begins to take longer than reading, one token more does too. A
+        step that is dearer than a longer one is on the way to it.
         """
-        without = steps.of(tokens)
-        speed = expected / without
-        more = max(0.0, steps.of(tokens + streams) - without) / streams
-        return Worth(more * speed, self._cost(streams, without) / streams * speed)
+        without, speed = steps.of(tokens), self.promised
+        each = [steps.of(tokens + depth * streams) for depth in range(MAX_DEPTH + 1)]
+        if self._hopes:
+            each[1] = min(each[1], _hoped(without, tokens, streams))
+        verified = tuple(
+            speed
+            / streams
+            * max(0.0, min((each[b] - each[a]) / (b - a) for b in range(a + 1, MAX_DEPTH + 1)))
+            for a in range(MAX_DEPTH)
+        )
+        return Worth(verified, lambda count: self._cost(count, without) * speed)
 
     def going_on(self, request: Request, worth: Worth) -> GoingOn:
         """Judges the drafts of one step for a request, one behind the other."""
@@ -125,18 +151,26 @@ class HeadPolicy:
         if not known:
             return {}
         known.sort(key=lambda one: -one[0].gain(min(one[2], MAX_DEPTH)))
-        best, chosen, taken = _GAIN * expected / without, (0, 0), 0.0
+        self._choices += 1
+        may_hope = self._hopeful < _HOPEFUL_STEPS + _HOPEFUL_SHARE * self._choices
+        self.promised = expected / without
+        best, chosen, taken, self._hopes = _GAIN * self.promised, (0, 0), 0.0, False
         for depth in range(1, MAX_DEPTH + 1):
             gains = [one.gain(min(limit, depth)) for one, _, limit in known]
             for count in _counts(len(known)):
                 added = sum(min(limit, depth) for _, _, limit in known[:count])
-                seconds = max(without, steps.of(tokens + added)) + depth * self._cost(
-                    count, without
-                )
-                speed = (expected + math.fsum(gains[:count])) / seconds
+                drafting = depth * self._cost(count, without)
+                promise = expected + math.fsum(gains[:count])
+                seconds = max(without, steps.of(tokens + added)) + drafting
+                hoped = _hoped(without, tokens, added) + drafting
+                hope = may_hope and depth == 1 and steps.measured(tokens + added) < _TRIES
+                hope = hope and hoped < seconds
+                speed = promise / (hoped if hope else seconds)
                 if speed > best:
-                    best, chosen, taken = speed, (count, depth), seconds
+                    best, chosen, taken, self._hopes = speed, (count, depth), seconds, hope
+                    self.promised = max(expected / without, promise / seconds)
         count, depth = chosen
+        self._hopeful += self._hopes
         for one, _, _ in known:
             one.credit += elapsed * _PROBING / len(known)
             one.token = 1 / expected
@@ -173,12 +207,18 @@ class HeadPolicy:
         tokens: int,
         without: float,
     ) -> dict[int, int]:
-        """One draft for the request that has waited longest for it, once its cost is small."""
-        price = max(without, steps.of(tokens + 1)) + self._cost(1, without)
-        price = price / without - 1
+        """One draft for the request that has waited longest for it, once its cost is small.
+
+        What it takes is charged; what it may take at best decides when: it may have become cheaper.
+        """
+        drafting = self._cost(1, without)
+        price = (max(without, steps.of(tokens + 1)) + drafting) / without - 1
+        hoped = _hoped(without, tokens, 1) / without - 1 + min(drafting / without, _UNKNOWN)
         one, id, _ = max(known, key=lambda of: of[0].credit)
-        if one.credit < price:
-            return {}
+        if one.credit < min(price, hoped):
+            if self.shared.tried > _ENOUGH or self._spare < price:
+                return {}
+            self._spare -= price
         one.price = price
         return {id: 1}
 
@@ -195,24 +235,40 @@ class GoingOn:
     """
 
     def __init__(self, confidence: Confidence, rates: HeadAcceptance, worth: Worth) -> None:
-        self._confidence, self._rates, self._worth = confidence, rates, worth
+        self._confidence, self._rates, self.worth = confidence, rates, worth
         self._chance, self.sure = 1.0, list[float]()
 
     def takes(self, probability: float) -> bool:
         """Whether the next draft, with that probability by the head, is to be verified."""
-        otherwise = self._rates.rate(min(len(self.sure), MAX_DEPTH - 1))
-        self._chance *= self._confidence.chance(probability, otherwise)
-        if self._chance < self._worth.verified:
+        depth = min(len(self.sure), MAX_DEPTH - 1)
+        self._chance *= self._confidence.chance(probability, self._rates.rate(depth))
+        if self._chance < self.worth.verified[depth]:
             self._chance = 0.0
             return False
         self.sure.append(probability)
         return True
 
     @property
-    def goes_on(self) -> bool:
-        """Whether another draft is worth making."""
-        next_one = self._rates.rate(min(len(self.sure), MAX_DEPTH - 1))
-        return self._chance * next_one > self._worth.verified + self._worth.made
+    def promise(self) -> float:
+        """Tokens that another draft promises beyond what verifying it costs."""
+        depth = min(len(self.sure), MAX_DEPTH - 1)
+        return self._chance * self._rates.rate(depth) - self.worth.verified[depth]
+
+
+def going_on(judges: Sequence[GoingOn]) -> list[int]:
+    """Which of some requests to make one more draft for, all of the same depth.
+
+    None where together they promise less than that costs.
+    """
+    promises = [judge.promise for judge in judges]
+    kept = [i for i, promise in enumerate(promises) if promise >= 0]
+    pays = kept and math.fsum(promises[i] for i in kept) >= judges[0].worth.made(len(kept))
+    return kept if pays else []
+
+
+def _hoped(without: float, tokens: int, added: int) -> float:
+    """Seconds that a step with `added` tokens takes at best; without: those of one of `tokens`."""
+    return without * (1 + _HOPE * added / tokens)
 
 
 def _counts(streams: int) -> list[int]:

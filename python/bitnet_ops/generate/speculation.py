@@ -20,6 +20,7 @@ import numpy as np
 from bitnet_ops.generate.draft_choice import MAX_DRAFTS
 
 _LAST = 8  # steps of one size that are remembered
+_STALE = 48  # steps after which a size that did not come has to be measured anew
 _DOUBT = 1.5  # times what others say: so much longer, one step alone is not believed
 _UNKNOWN = 0.3  # share of a token's step that one more costs, until that has been measured
 _GAIN = 1.03  # drafts promise at least so much; costs are not known more exactly
@@ -65,16 +66,22 @@ class StepCosts:
     Of the last few steps it takes one of the quicker ones: a step in which memory is written for
     the first time, in which ways to multiply are measured, or which a neighbour disturbs takes
     several times as long, and must not keep drafts away for the rest of a text. So a size of which
-    one step has been measured, much longer than others say, is one that is not known.
+    one step has been measured, much longer than others say, is one that is not known. And what a
+    size took long ago, perhaps beside a busy neighbour, is forgotten at its next step.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
         self._last: dict[int, deque[float]] = {}
         self._known: dict[int, float] = {}
+        self._count, self._latest = 0, dict[int, int]()  # of steps, and when each size came
 
     def learn(self, tokens: int, seconds: float) -> None:
         last = self._last.setdefault(tokens, deque(maxlen=_LAST))
+        if self._stale(tokens):
+            last.clear()
+        self._count += 1
+        self._latest[tokens] = self._count
         last.append(seconds)
         self._seconds[tokens] = sorted(last)[len(last) // 3]
         once = {t for t, steps in self._last.items() if len(steps) == 1}
@@ -87,6 +94,13 @@ class StepCosts:
     def known(self) -> bool:
         """Whether any has been measured."""
         return bool(self._seconds)
+
+    def measured(self, tokens: int) -> int:
+        """How many steps of so many tokens are remembered; 0 if they were long ago."""
+        return 0 if self._stale(tokens) else len(self._last.get(tokens, ()))
+
+    def _stale(self, tokens: int) -> bool:
+        return self._count - self._latest.get(tokens, self._count) > _STALE
 
     def of(self, tokens: int) -> float:
         """Seconds of a step, between two known ones on the line through them."""
