@@ -145,6 +145,20 @@ def test_slow_first_steps_keep_no_drafts_away(streams: int) -> None:
     assert ratio > 0.88 * most, (ratio, most)
 
 
+def test_what_only_finds_out_is_verified_whatever_it_promises() -> None:
+    policy, costs = HeadPolicy(), StepCosts()
+    request: Any = SimpleNamespace(id=5, head_acceptance=None)
+    for tokens, seconds in ((1, 1.0), (2, 9.0)) * 8:  # a price that nobody would pay
+        costs.learn(tokens, seconds)
+        policy.made(1, 1, 0.1)
+    for _ in range(1000):
+        if chosen := policy.choose([request], [3], costs, 1, 1.0):
+            break
+    assert chosen == {5: 1}
+    judge = policy.going_on(request, policy.worth(costs, 1, 1))
+    assert judge.takes(1e-4) and judge.sure == [1e-4]
+
+
 @pytest.mark.parametrize("streams", [1, 2])
 def test_a_neighbour_keeps_no_drafts_away_for_long(streams: int) -> None:
     """Steps with drafts took long for a while, in which hardly any other was measured."""

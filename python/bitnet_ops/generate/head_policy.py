@@ -88,6 +88,7 @@ class HeadPolicy:
     _choices: int = 0
     _hopeful: int = 0  # of these, such as only hope spoke for
     _hopes: bool = False  # whether the last one was
+    _probes: bool = False  # whether the last one only finds out
     _spare: float = _UNLUCKY
 
     def made(self, streams: int, depth: int, seconds: float) -> None:
@@ -110,8 +111,11 @@ class HeadPolicy:
 
         Counted in the tokens that the last choice promises for that time. Each depth has a price of
         its own: where multiplying begins to take longer than reading, one token more does too. A
-        step that is dearer than a longer one is on the way to it.
+        step that is dearer than a longer one is on the way to it. What only finds out is verified
+        whatever it promises, or a price that was wrong would stay.
         """
+        if self._probes:
+            return Worth()
         without, speed = steps.of(tokens), self.promised
         each = [steps.of(tokens + depth * streams) for depth in range(MAX_DEPTH + 1)]
         if self._hopes:
@@ -171,6 +175,7 @@ class HeadPolicy:
                     self.promised = max(expected / without, promise / seconds)
         count, depth = chosen
         self._hopeful += self._hopes
+        self._probes = not depth
         for one, _, _ in known:
             one.credit += elapsed * _PROBING / len(known)
             one.token = 1 / expected
