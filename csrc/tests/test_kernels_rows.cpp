@@ -371,7 +371,7 @@ TEST(planted_values) {
   const KernelTable contract = contract::table();
   for (const RowOp& op : all_row_ops()) {
     std::vector<int64_t> lengths = {17};
-    if (!is_attention(op) && !under_emulator()) lengths = {1, 16, 17, 35};
+    if (!is_attention(op) && !under_emulator() && !kSanitized) lengths = {1, 16, 17, 35};
     for (const int64_t n : lengths) check_planted(op, contract, tables_under_test(), n);
   }
 }
@@ -379,8 +379,7 @@ TEST(planted_values) {
 TEST(every_row_op) {
   const std::vector<RowOp> ops = all_row_ops();
   check_that_list_is_complete(ops);
-  std::vector<int64_t> lengths = {0,  1,  2,  3,  4,  5,  7,  8,  9,   15,  16,  17,   24,
-                                  31, 32, 33, 48, 63, 64, 65, 70, 100, 128, 257, 1000, 2560};
+  std::vector<int64_t> lengths = {0, 1, 3, 4, 5, 8, 15, 16, 17, 31, 33, 64, 70, 100, 257, 1000};
   if (best_alone()) lengths = {0, 1, 16, 17, 100};
   if (!quick() && !under_emulator()) {
     lengths = {127, 128, 129, 255, 256, 257, 640, 1000, 2560, 4096, 6912};
