@@ -166,9 +166,14 @@ compile_alone() {
   log="$(cmake --build "$build" --parallel --target bitnet_kernels 2>&1)" || { echo "$log" >&2; return 1; }
 }
 
-# Tests of what kernels make of special values, of sums at their bounds and of long rows: arithmetic that a CPU does not
-# change, which only its instructions could be missing for. For suites_at_once.
-VALUES_OF_KERNELS=(-kernels_accuracy. -kernels_convert. -worst_cases -planted_values -planted_scales -longest_sums)
+# instructions_of_kernels: by day, leaves out of what suites_at_once runs all but the best table, and what kernels make of
+# special values, of sums at their bounds and of long rows: arithmetic that a CPU does not change.
+VALUES_OF_KERNELS=()
+instructions_of_kernels() {
+  [ "${BITNET_CI_ALL:-0}" != 1 ] || return 0
+  export BITNET_TEST_TABLES=best
+  VALUES_OF_KERNELS=(-kernels_accuracy. -kernels_convert. -worst_cases -planted_values -planted_scales -longest_sums)
+}
 
 # suites_at_once PROGRAM... -- FILTER...: the suites of a bitnet_tests that the filters choose (see its main.cpp), each in
 # a process, JOBS at once.

@@ -41,7 +41,6 @@ print(_runtime.tuning())
 
 @pytest.mark.parametrize("fmt", ["2bit", "1.6bit"])
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.sampled(4)
 def test_threads_that_come_at_once_get_the_same_sums(isa: str, fmt: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, fmt],

@@ -521,7 +521,6 @@ def delete_in_another_tab(page: Any) -> None:
 
 @pytest.mark.parametrize("delete", [delete_by_menu, delete_in_the_list, delete_in_another_tab])
 @pytest.mark.parametrize("question", ["hello", "count"], ids=["answered", "while it answers"])
-@pytest.mark.sampled(6)
 def test_a_deleted_conversation_is_gone(page: Any, delete: Any, question: str) -> None:
     say(page, question)
     if question == "hello":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -186,6 +187,9 @@ def test_without_tools_nothing_is_told() -> None:
 # Grammars --------------------------------------------------------------------------------------
 
 
+NIGHTLY = 2 if os.environ.get("BITNET_CI_ALL") == "1" else 1  # times as many seeds
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_required_answer_is_read_as_valid_calls(form: str, kind: str) -> None:
@@ -201,7 +205,7 @@ def test_every_required_answer_is_read_as_valid_calls(form: str, kind: str) -> N
     for options in asked:
         options = {"tool_choice": ToolChoice("required"), **options}
         shape, grammars = shape_of(form, kind, **options)
-        for seed in range(3 if len(options) > 1 else 12):
+        for seed in range((3 if len(options) > 1 else 12) * NIGHTLY):
             constraint = shape.constraint("</think>\n\n")
             assert constraint is not None
             ids, whole = random_answer(grammars, constraint, seed)

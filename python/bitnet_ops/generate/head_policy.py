@@ -76,14 +76,13 @@ class HeadPolicy:
     """What drafts of a head cost on this machine, and how many are worth it.
 
     costs: seconds of one draft of so many streams. shared: how often drafts are right for all.
-    confidence: how often those are of which the head is so sure. promised: the tokens a second of
-    the last choice.
+    confidence: how often those are of which the head is so sure.
     """
 
     costs: StepCosts = field(default_factory=StepCosts)
     shared: HeadAcceptance = field(default_factory=HeadAcceptance)
     confidence: Confidence = field(default_factory=Confidence)
-    promised: float = 0.0
+    _promised: float = 0.0  # tokens a second, by the last choice
     _measured: int = 0  # times that drafts were made
     _choices: int = 0
     _hopeful: int = 0  # of these, such as only hope spoke for
@@ -116,7 +115,7 @@ class HeadPolicy:
         """
         if self._probes:
             return Worth()
-        without, speed = steps.of(tokens), self.promised
+        without, speed = steps.of(tokens), self._promised
         each = [steps.of(tokens + depth * streams) for depth in range(MAX_DEPTH + 1)]
         if self._hopes:
             each[1] = min(each[1], _hoped(without, tokens, streams))
@@ -157,8 +156,8 @@ class HeadPolicy:
         known.sort(key=lambda one: -one[0].gain(min(one[2], MAX_DEPTH)))
         self._choices += 1
         may_hope = self._hopeful < _HOPEFUL_STEPS + _HOPEFUL_SHARE * self._choices
-        self.promised = expected / without
-        best, chosen, taken, self._hopes = _GAIN * self.promised, (0, 0), 0.0, False
+        self._promised = expected / without
+        best, chosen, taken, self._hopes = _GAIN * self._promised, (0, 0), 0.0, False
         for depth in range(1, MAX_DEPTH + 1):
             gains = [one.gain(min(limit, depth)) for one, _, limit in known]
             for count in _counts(len(known)):
@@ -172,7 +171,7 @@ class HeadPolicy:
                 speed = promise / (hoped if hope else seconds)
                 if speed > best:
                     best, chosen, taken, self._hopes = speed, (count, depth), seconds, hope
-                    self.promised = max(expected / without, promise / seconds)
+                    self._promised = max(expected / without, promise / seconds)
         count, depth = chosen
         self._hopeful += self._hopes
         self._probes = not depth
